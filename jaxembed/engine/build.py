@@ -34,7 +34,7 @@ from jaxembed.engine.bucket import (
 )
 from jaxembed.engine.compiles import keep_programs_of
 from jaxembed.engine.engine import Engine, Worker
-from jaxembed.engine.placement import Device, place_parameters, room_for_models
+from jaxembed.engine.placement import Device, Form, form_of, place_parameters, room_for_models
 from jaxembed.engine.replica import NullReplica, Replica
 from jaxembed.engine.scheduler import DeviceScheduler
 from jaxembed.engine.transfer import is_remote
@@ -200,10 +200,24 @@ def _native_choice(
     if program.quantize == "int8" and not choice.native_layout:
         reason = f"this is a {device.platform}"
         if device.platform == "cpu":
-            reason = "; ".join(choice.refused.values()) or f"--kernels {config.kernels}"
+            reasons = [f"{name}: {reason}" for name, reason in choice.refused.items()]
+            reason = "; ".join(reasons) or f"--kernels {config.kernels} is set"
         raise ConfigError(
             f"--quantize int8 needs the native kernels of a CPU ({reason}); use --quantize "
             "int8-weights"
+        )
+    forms = {
+        form_of(name, leaf.shape, dtype, program.quantize) for name, leaf in program.shapes.items()
+    }
+    if program.quantize == "int8" and Form.QUANTIZED_PANELS not in forms:
+        raise ConfigError(
+            "--quantize int8: no layer of this model has a multiple of "
+            f"{native.QUANTIZED_STEP} inputs; use --quantize int8-weights"
+        )
+    if program.quantize == "int8-weights" and choice.native_layout:
+        logger.warning(
+            "--quantize int8-weights saves memory, but its layers run without native kernels, "
+            "which takes several times as long; int8 is faster"
         )
     return choice
 

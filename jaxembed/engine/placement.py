@@ -16,7 +16,7 @@ from jaxembed.memory import available_bytes
 from jaxembed.models import Program, native
 from jaxembed.models.heads import TABLE_OF_TERMS
 from jaxembed.models.parallel import AXIS
-from jaxembed.models.quantized import QuantizedWeight, groups_of, quantized
+from jaxembed.models.quantized import QuantizedWeight, groups_of, quantized, quantized_table
 
 Device = Any  # jax.Device, which type checkers refuse because JAX exports it as a variable
 
@@ -24,6 +24,7 @@ FLOAT32: DType = "float32"
 # The features of a group of a quantized weight. Those of attention's values turn vectors most.
 GROUP, VALUE_GROUP = 128, 64
 WORD_TABLE = ".word.embedding"  # ends the name of the table of a backbone's tokens
+IMAGES = "tower.image."  # begins the names of the parameters of an encoder of images
 ADAPTER = ".adapter."  # is in the names of the parameters of adapters, which are never quantized
 ROWS = "data"  # the axis of a mesh whose devices divide the rows of a batch
 
@@ -72,21 +73,26 @@ def _cast(program: Program, name: str, leaf: Any, dtype: DType, native_layout: b
                 groups = quantized_groups(name, leaf.shape[0])
                 return native.packed_quantized(np.asarray(leaf), groups, dtype)
             case Form.QUANTIZED:
-                groups = quantized_groups(name, leaf.shape[0], program.degree)
+                groups = quantized_groups(name, leaf.shape[0], _parts_of_inputs(program, name))
                 return QuantizedWeight(*quantized(np.asarray(leaf), groups), dtype)
             case Form.QUANTIZED_TABLE:
-                values, scales = quantized(np.asarray(leaf).T)
-                return QuantizedWeight(values.T, scales.T, dtype)
+                return QuantizedWeight(*quantized_table(np.asarray(leaf)), dtype)
     except ValueError as error:
         raise CheckpointError(f"{name}: {error}") from error
     return leaf
 
 
-def quantized_groups(name: str, inputs: int, degree: int = 1) -> int:
-    """Return the number of groups of a quantized weight with so many inputs, which `degree` devices
-    may divide."""
+def quantized_groups(name: str, inputs: int, parts: int = 1) -> int:
+    """Return the number of groups of a quantized weight with so many inputs, which devices divide
+    into `parts`."""
     size = VALUE_GROUP if ".qkv." in name else GROUP
-    return degree * groups_of(inputs // degree, size, native.QUANTIZED_STEP)
+    return parts * groups_of(inputs // parts, size, native.QUANTIZED_STEP)
+
+
+def _parts_of_inputs(program: Program, name: str) -> int:
+    """Return into how many parts devices divide the inputs of a weight."""
+    is_divided = name in program.cuts and program.cuts[name].axis == 0
+    return program.degree if is_divided else 1
 
 
 class Form(Enum):
@@ -108,7 +114,9 @@ def form_of(
 ) -> Form:
     """Return how devices hold a parameter of a shape, in a model of a dtype and with a Program's
     `quantize`; see `place_parameters` for `native_layout`."""
-    if quantize is not None and ADAPTER not in name:
+    # not heads, from which results come directly, and no encoder of images, which is never measured
+    is_quantized = name.startswith("tower.") and not name.startswith(IMAGES) and ADAPTER not in name
+    if quantize is not None and is_quantized:
         if name.endswith(WORD_TABLE):
             return Form.QUANTIZED_TABLE
         if quantize == "int8" and is_packable(name, shape, "int8"):
@@ -138,7 +146,9 @@ def described_parameters(
     parameters = []
     for name in program.shapes:
         form = form_of(name, program.shapes[name].shape, dtype, program.quantize, native_layout)
-        parameter = _described(name, program.placed_shape(name), dtype, form, program.degree)
+        parameter = _described(
+            name, program.placed_shape(name), dtype, form, _parts_of_inputs(program, name)
+        )
         if mesh is not None:
             parameter = on_mesh(program, name, mesh, parameter)
         parameters.append(parameter)
@@ -154,8 +164,8 @@ def on_mesh(program: Program, name: str, mesh: Mesh | AbstractMesh, parameter: A
     )
 
 
-def _described(name: str, shape: tuple[int, ...], dtype: DType, form: Form, degree: int = 1) -> Any:
-    """Describe a parameter of a shape on devices, of which `degree` hold it together."""
+def _described(name: str, shape: tuple[int, ...], dtype: DType, form: Form, parts: int = 1) -> Any:
+    """Describe a parameter of a shape on devices, which divide its inputs into `parts`."""
 
     def array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -167,7 +177,7 @@ def _described(name: str, shape: tuple[int, ...], dtype: DType, form: Form, degr
             groups = quantized_groups(name, shape[0])
             return native.packed_quantized_shape(shape, groups, dtype)
         case Form.QUANTIZED:
-            of_scales = quantized_groups(name, shape[0], degree), shape[1]
+            of_scales = quantized_groups(name, shape[0], parts), shape[1]
             return QuantizedWeight(array(shape, "int8"), array(of_scales, FLOAT32), dtype)
         case Form.QUANTIZED_TABLE:
             return QuantizedWeight(array(shape, "int8"), array((shape[0], 1), FLOAT32), dtype)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int8
 
+ROWS_AT_ONCE = 4096  # of a table
 MOST = 127  # values are from -127 to 127, so that a weight and its negative have the same error
 
 
@@ -64,6 +65,19 @@ def quantized(
     scales = np.where(largest < np.finfo(np.float32).tiny * MOST, np.float32(1), largest / MOST)
     values = np.rint(grouped / scales[:, None]).astype(np.int8)
     return values.reshape(inputs, outputs), scales
+
+
+def quantized_table(
+    table: Float[np.ndarray, "size dim"],
+) -> tuple[Int8[np.ndarray, "size dim"], Float[np.ndarray, "size one"]]:
+    """Return the values and the scales of a table of vectors, some rows at a time to save memory.
+    Raises ValueError as `quantized` does."""
+    values, scales = np.empty(table.shape, np.int8), np.empty((len(table), 1), np.float32)
+    for first in range(0, len(table), ROWS_AT_ONCE):
+        rows = slice(first, first + ROWS_AT_ONCE)
+        of_values, of_scales = quantized(table[rows].T)
+        values[rows], scales[rows] = of_values.T, of_scales.T
+    return values, scales
 
 
 def dequantized(values: Any, scales: Any) -> Any:

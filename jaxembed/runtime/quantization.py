@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxembed.data.outputs import OutputName
-from jaxembed.data.spec import ModelSpec, Quantize
+from jaxembed.data.outputs import REPRESENTATIONS, OutputName
+from jaxembed.data.spec import DType, ModelSpec, Quantize
 from jaxembed.engine.autotune.cost_file import SavedFile
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.build import Plan
-from jaxembed.engine.placement import placed_bytes, room_for_models
+from jaxembed.engine.placement import Device, place_parameters, placed_bytes, room_for_models
 from jaxembed.engine.replica import Replica
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program, program
@@ -50,10 +50,10 @@ def measured_similarity(
 ) -> Similarity:
     """Return the similarity that an earlier start saved in `cache_dir`, or else measure it.
 
-    `load` returns the parameters of the model, and `tokenizer` is the file of its tokenizer. Both
-    models are placed for the measurement: the one without quantization on the same device, or on
-    the CPU if it does not fit beside the other. Vectors are those that the model is served for, if
-    it has one for each text, and else the mean of the last hidden states.
+    `load` returns the parameters of the model, and `tokenizer` is the file of its tokenizer. The
+    models are placed for the measurement one after the other: the one without quantization on the
+    same device, or on the CPU if it does not fit there. Vectors are those that the model is served
+    for, and in classifiers and rerankers the mean of the last hidden states.
     """
     assert plan.cost_file is not None
     file = SavedFile(cache_dir, plan.cost_file.identity, what="similarity", suffix="-quantized")
@@ -61,19 +61,21 @@ def measured_similarity(
     if saved is not None:
         return saved
     whole = program(spec)
-    device = plan.devices[0]
-    room = room_for_models(device)
-    shapes = {name: leaf.shape for name, leaf in whole.shapes.items()}
-    both = placed_bytes(shapes, plan.dtype) + placed_bytes(shapes, plan.dtype, quantized.quantize)
-    if device.platform != "cpu" and room is not None and both > room:
-        device = jax.local_devices(backend="cpu")[0]
-    options = {
-        "attention": plan.kernels.implementation,
-        "native_layout": plan.kernels.native_layout,
-    }
+    # float16 may overflow, and such texts are computed in float32
+    dtype: DType = "float32" if plan.dtype == "float16" else plan.dtype
+    device, room = plan.devices[0], room_for_models(plan.devices[0])
+    needed = placed_bytes({name: leaf.shape for name, leaf in whole.shapes.items()}, dtype)
+    if device.platform != "cpu" and room is not None and needed > room:
+        device = _cpu(quantized.quantize)
+    served: dict[str, Any] = {}
+    if dtype == plan.dtype:
+        layout, implementation = plan.kernels.native_layout, plan.kernels.implementation
+        served = {"attention": implementation, "native_layout": layout}
     vectors = []
-    for made, devices, kernels in ((whole, (device,), {}), (quantized, plan.groups[0], options)):
-        replica = Replica(made, dict(load()), devices, plan.dtype, **kernels)
+    for made, devices, options in ((whole, (device,), {}), (quantized, plan.groups[0], served)):
+        is_packed = options.get("native_layout", False)
+        (parameters,) = place_parameters(made, load(), [devices], dtype, is_packed)
+        replica = Replica(made, parameters, devices, dtype, **options)
         try:
             vectors.append(_vectors(replica, plan, spec, tokenizer))
         finally:
@@ -113,7 +115,7 @@ def _vectors(replica: Replica, plan: Plan, spec: ModelSpec, tokenizer: Path) -> 
     ids = [np.array(encoding.ids, np.int32) for encoding in Tokenizer(tokenizer).encode(texts)]
     bucket = _bucket_for(max(map(len, ids)), plan)
     replica.compile(bucket)
-    output: OutputName = "dense" if spec.primary == "dense" else "tokens"
+    output: OutputName = spec.primary if spec.primary in REPRESENTATIONS else "tokens"
     vectors = []
     for first in range(0, len(ids), bucket.rows):
         planes = np.zeros((replica.planes, bucket.rows, bucket.length), np.int32)
@@ -122,12 +124,37 @@ def _vectors(replica: Replica, plan: Plan, spec: ModelSpec, tokenizer: Path) -> 
             count = len(of_text)
             planes[0, row, :count], planes[1, row, :count] = of_text, np.arange(count)
             planes[2, row, :count], planes[4, row, bucket.slots] = 1, count
-        computed = np.asarray(replica.run(bucket, planes, [output])[output], np.float64)
+        computed = replica.run(bucket, planes, [output])[output]
         for row, of_text in enumerate(rows):
-            by_text = computed[row, :1] if output == "dense" else computed[row, : len(of_text)]
-            vectors.append(by_text.mean(axis=0))
-    stacked = np.stack(vectors)
+            vectors += _of_row(computed, output, row, bucket.slots, len(of_text))
+    stacked = np.stack(vectors).astype(np.float64)
     return stacked / np.linalg.norm(stacked, axis=1, keepdims=True)
+
+
+def _of_row(
+    computed: Any, output: OutputName, row: int, slots: int, tokens: int
+) -> list[np.ndarray]:
+    """Return the vectors of the text in a row: one, or one for each token of a multi-vector."""
+    if output == "sparse":
+        vector = np.zeros(computed.width, np.float32)
+        vector[computed.indices[row * slots]] = computed.values[row * slots]
+        return [vector]
+    of_row = np.asarray(computed[row])
+    if output == "dense":
+        return [of_row[0]]
+    return list(of_row[:tokens]) if output == "multi_vector" else [of_row[:tokens].mean(axis=0)]
+
+
+def _cpu(method: Quantize | None) -> Device:
+    """Return JAX's CPU device, for a model that fits on no other one. Raises ConfigError if
+    JAX_PLATFORMS leaves it out."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise ConfigError(
+            f"--quantize {method} is measured on the CPU, because the model without it does not "
+            "fit on the device: add cpu to JAX_PLATFORMS"
+        ) from error
 
 
 def _bucket_for(length: int, plan: Plan) -> Bucket:

@@ -186,7 +186,9 @@ def choose_native(
         return Choice(refused={NATIVE: _line(error)})
     if not result_of:
         return Choice(refused={NATIVE: UNSUITED})
-    reasons = {name: trial.refusal(faster=option == AUTO) for name, trial in result_of.items()}
+    # XLA does not compute in int8, so its time says nothing about what int8 gains
+    faster = option == AUTO and program.quantize != "int8"
+    reasons = {name: trial.refusal(faster) for name, trial in result_of.items()}
     without = frozenset(name for name, reason in reasons.items() if reason)
     refused = {f"{NATIVE} {name}": reason for name, reason in reasons.items() if reason}
     # a native call is used only if all native calls that it needs are used

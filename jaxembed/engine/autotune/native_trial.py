@@ -101,8 +101,7 @@ def try_native(program: Program, device: Device, dtype: DType) -> TrialResults:
         results = results_of.setdefault(call.name, [])
         if time.monotonic() < stop_at:
             results.append(_try_call(call, programs, device))
-    quantizes = program.quantize == "int8"
-    allowed = MAX_QUANTIZED_DIFFERENCE if quantizes else MAX_DIFFERENCE[dtype]
+    quantized_names = {call.name for call in calls if call.mode & native.QUANTIZED}
     # a native call without results was not tried, because the time was over
     combined: TrialResults = {}
     for name, results in results_of.items():
@@ -114,7 +113,9 @@ def try_native(program: Program, device: Device, dtype: DType) -> TrialResults:
                 off=float(np.max([trial.off for trial in results])),  # NaN if any `off` is NaN
                 times_xla=geometric_mean(trial.times_xla for trial in results),
                 busy=any(trial.busy for trial in results),
-                allowed=allowed,
+                allowed=MAX_QUANTIZED_DIFFERENCE
+                if name in quantized_names
+                else MAX_DIFFERENCE[dtype],
             )
     return combined
 

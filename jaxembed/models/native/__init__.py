@@ -35,8 +35,10 @@ MAX_ROW_ELEMENTS = 2**19
 TILE = 16  # lines of a tile: tokens, or units of neighbouring features
 PANEL = 32  # a panel is a block of 32 columns of a weight, packed together
 
-# The numbers of neighbouring features in a unit of 32 bits, by the dtype of a weight.
-UNIT = {"bfloat16": 2, "float32": 1, "int8": 4}
+# The numbers of neighbouring features in a unit of 32 bits, by the dtype of the kernels, and by
+# that of a weight.
+UNIT = {"bfloat16": 2, "float32": 1}
+UNIT_OF_WEIGHT = UNIT | {"int8": 4}
 QUANTIZED_STEP = 4 * TILE  # groups of a quantized weight have a multiple of so many features
 
 Heads = Float[Array, "rows length heads width"]
@@ -131,7 +133,7 @@ def is_packable(name: str, shape: tuple[int, ...], dtype: str) -> bool:
 
     `name` is the parameter's dotted name; `shape` and `dtype` describe it before packing.
     """
-    is_matrix = name.endswith(".kernel") and len(shape) == 2 and dtype in UNIT
+    is_matrix = name.endswith(".kernel") and len(shape) == 2 and dtype in UNIT_OF_WEIGHT
     if dtype == "int8" and is_matrix and shape[0] % QUANTIZED_STEP:
         return False
     return is_matrix and shape[0] % PANEL == 0 and shape[1] % PANEL == 0
@@ -146,7 +148,7 @@ def packed(kernel: np.ndarray) -> np.ndarray:
     and the features of a unit.
     """
     k, n = kernel.shape
-    unit = UNIT[str(kernel.dtype)]
+    unit = UNIT_OF_WEIGHT[str(kernel.dtype)]
     split = kernel.reshape(k // (TILE * unit), TILE, unit, n // PANEL, 2, TILE)
     return np.ascontiguousarray(split.transpose(3, 0, 4, 1, 5, 2))
 
@@ -176,7 +178,7 @@ def packed_quantized_shape(shape: tuple[int, ...], groups: int, dtype: str) -> Q
 
 def packed_shape(shape: tuple[int, ...], dtype: str) -> tuple[int, ...]:
     """Return the shape of a packed weight of a dtype, given its shape `[K, N]` before packing."""
-    unit = UNIT[dtype]
+    unit = UNIT_OF_WEIGHT[dtype]
     return (shape[1] // PANEL, shape[0] // (TILE * unit), 2, TILE, TILE, unit)
 
 
