@@ -9,7 +9,14 @@ import pytest
 from conftest import TOWERS, WIDER_TOWERS, open_tiny, save_tiny, tiny_spec
 
 from jaxembed.config import EngineConfig
-from jaxembed.engine.placement import place_parameters, placed_bytes
+from jaxembed.data.work import SparseRows
+from jaxembed.engine.placement import (
+    Form,
+    described_parameters,
+    form_of,
+    place_parameters,
+    placed_bytes,
+)
 from jaxembed.errors import CheckpointError, ConfigError
 from jaxembed.models import program
 from jaxembed.models.quantized import QuantizedWeight
@@ -96,6 +103,66 @@ def test_int8_without_native_kernels_says_what_to_use(checkpoint, tmp_path):
         ConfigError, match=r"needs the native kernels .*--kernels xla.*int8-weights"
     ):
         opened(checkpoint, tmp_path, "int8", kernels="xla")
+
+
+def test_int8_that_no_layer_can_use_says_so(tmp_path, native_kernels, engines_try_native):
+    sizes = TOWERS["bert"]["config"] | {"intermediate_size": 96}
+    narrow = save_tiny(tmp_path / "model", config=sizes)
+    with pytest.raises(ConfigError, match=r"no layer of this model has a multiple of 64 inputs"):
+        opened(narrow, tmp_path, "int8")
+
+
+def form(name: str, shape: tuple[int, ...], method: str) -> Form:
+    return form_of(name, shape, "bfloat16", method, native_layout=method == "int8")
+
+
+@pytest.mark.parametrize(
+    ("method", "of_layers"), [("int8", "QUANTIZED_PANELS"), ("int8-weights", "QUANTIZED")]
+)
+def test_heads_adapters_and_encoders_of_images_stay_as_they_are(method, of_layers):
+    assert form("tower.layers.0.mlp.up.kernel", (64, 128), method) == Form[of_layers]
+    assert form("tower.embeddings.word.embedding", (100, 64), method) == Form.QUANTIZED_TABLE
+    for name in (
+        "heads.sparse.terms.kernel",
+        "tower.image.layers.0.mlp.up.kernel",
+        "tower.layers.0.mlp.up.adapter.down.kernel",
+    ):
+        assert form(name, (64, 128), method) in (Form.PLAIN, Form.PANELS)
+    assert form("tower.layers.0.mlp.up.kernel", (96, 128), "int8") == Form.PANELS
+
+
+def test_weights_whose_inputs_are_not_divided_have_the_groups_of_one_device():
+    spec = tiny_spec(**TOWERS["qwen3"])
+    one, three = program(spec, quantize="int8-weights"), program(spec, 2, "int8-weights")
+    (alone,), (divided,) = (
+        [
+            described
+            for name, described in zip(
+                made.shapes, described_parameters(made, "float32"), strict=True
+            )
+            if name == "tower.layers.0.attention.qkv.kernel"
+        ]
+        for made in (one, three)
+    )
+    assert alone.scales.shape[0] == divided.scales.shape[0]
+
+
+@pytest.mark.parametrize(
+    ("primary", "computed", "wanted"),
+    [
+        ("dense", np.arange(12).reshape(2, 2, 3), [[6, 7, 8]]),
+        ("multi_vector", np.arange(12).reshape(2, 2, 3), [[6, 7, 8], [9, 10, 11]]),
+        ("tokens", np.arange(12.0).reshape(2, 2, 3), [[7.5, 8.5, 9.5]]),
+        (
+            "sparse",
+            SparseRows(4, [np.array([2])] * 4, [np.array([k + 0.5]) for k in range(4)]),
+            [[0, 0, 2.5, 0]],
+        ),
+    ],
+)
+def test_what_is_compared_is_what_is_served(primary, computed, wanted):
+    rows = quantization._of_row(computed, primary, row=1, slots=2, tokens=2)
+    np.testing.assert_array_equal(rows, wanted)
 
 
 def test_encoders_of_images_are_refused_by_name(tmp_path):
