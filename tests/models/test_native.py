@@ -949,7 +949,18 @@ def test_other_platforms_get_a_wheel_of_pure_python(fresh, monkeypatch, system):
 @pytest.mark.parametrize(
     ("machine", "names"),
     [
-        ("x86_64", {"amx", "avx512_bf16", "avx512_float32", "avx2_float32", "means"}),
+        (
+            "x86_64",
+            {
+                "amx",
+                "avx512_bf16",
+                "avx512_vnni_float32",
+                "avx512_float32",
+                "avx_vnni_float32",
+                "avx2_float32",
+                "means",
+            },
+        ),
         ("aarch64", {"arm_bf16", "neon_float32", "means"}),
     ],
 )
