@@ -81,6 +81,7 @@ def measured_similarity(
         finally:
             replica.free()
     cosines = (vectors[0] * vectors[1]).sum(axis=1)
+    cosines[~np.any(vectors, axis=(0, 2))] = 1.0  # both empty, as sparse vectors may be
     similarity = Similarity(float(cosines.mean()), float(cosines.min()))
     file.save(asdict(similarity))
     return similarity
@@ -107,7 +108,7 @@ def check(similarity: Similarity, method: Quantize, anyway: bool, source: str) -
 
 
 def _vectors(replica: Replica, plan: Plan, spec: ModelSpec, tokenizer: Path) -> np.ndarray:
-    """Return a vector of length 1 for each of the TEXTS, float64 `[texts, dim]`.
+    """Return a vector of length 1, or 0, for each of the TEXTS, float64 `[texts, dim]`.
 
     A row of a batch holds one text, without prompts; long texts are truncated.
     """
@@ -128,7 +129,8 @@ def _vectors(replica: Replica, plan: Plan, spec: ModelSpec, tokenizer: Path) -> 
         for row, of_text in enumerate(rows):
             vectors += _of_row(computed, output, row, bucket.slots, len(of_text))
     stacked = np.stack(vectors).astype(np.float64)
-    return stacked / np.linalg.norm(stacked, axis=1, keepdims=True)
+    norms = np.linalg.norm(stacked, axis=1, keepdims=True)
+    return stacked / np.where(norms == 0, 1.0, norms)
 
 
 def _of_row(

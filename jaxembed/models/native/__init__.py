@@ -216,7 +216,7 @@ def linear(
     columns = _columns(kernel)
     out = columns // 2 if end.startswith("gated") else columns
     weight, mode = _weight_operands(kernel)
-    operands = {"x": x, "bias": _or_zeros(bias, columns)} | weight
+    operands = {"x": x, **weight, "bias": _or_zeros(bias, columns)}
     mode, eps = mode | EPILOGUES.index(end), 0.0
     if norm is not None:
         operands["residual"], operands["scale"], operands["shift"], eps = norm
@@ -349,7 +349,7 @@ def self_attention(
     """
     bias = _or_zeros(bias, 3 * hidden.shape[2])
     weight, quantized_bit = _weight_operands(kernel)
-    operands = {"hidden": hidden, "bias": bias, "segments": segments} | weight
+    operands = {"hidden": hidden, **weight, "bias": bias, "segments": segments}
     optional, mode = _position_operands(distance_bias, angles)
     mode["mode"] |= quantized_bit
     if adapters is not None:
@@ -387,18 +387,14 @@ def mlp(
     "down".
     """
     mode = EPILOGUES.index("gelu" if gate is None else f"gated_{gate}")
-    part_names = ("kernel", "bias", "scale", "shift")
-    operands = {"mixed": mixed, "hidden": hidden} | {
-        f"{name}_{part}": _or_zeros(parameter, _columns(product[0]))
-        for name, product in (("out", out), ("up", up), ("down", down))
-        # strict=False, because `up` has no norm and so no scale and shift
-        for part, parameter in zip(part_names, product, strict=False)
-        if part != "kernel"
-    }
-    for name, product in (("out", out), ("up", up), ("down", down)):
-        weight, quantized_bit = _weight_operands(product[0], f"{name}_")
+    operands = {"mixed": mixed, "hidden": hidden}
+    for name, (kernel, *parameters) in (("out", out), ("up", up), ("down", down)):
+        weight, quantized_bit = _weight_operands(kernel, f"{name}_")
         operands |= weight
         mode |= quantized_bit
+        # strict=False, because `up` has no norm and so no scale and shift
+        for part, parameter in zip(("bias", "scale", "shift"), parameters, strict=False):
+            operands[f"{name}_{part}"] = _or_zeros(parameter, _columns(kernel))
     for name, product_adapters in (adapters or {}).items():
         if product_adapters is not None:
             operands |= _adapter_operands(product_adapters, prefix=f"{name}_")
