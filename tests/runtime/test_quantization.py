@@ -1,6 +1,5 @@
 """--quantize: what devices hold, how far vectors turn, and what is refused."""
 
-import json
 import logging
 
 import jax
@@ -133,7 +132,7 @@ def test_heads_adapters_and_encoders_of_images_stay_as_they_are(method, of_layer
 
 def test_weights_whose_inputs_are_not_divided_have_the_groups_of_one_device():
     spec = tiny_spec(**TOWERS["qwen3"])
-    one, three = program(spec, quantize="int8-weights"), program(spec, 2, "int8-weights")
+    one, two = program(spec, quantize="int8-weights"), program(spec, 2, "int8-weights")
     (alone,), (divided,) = (
         [
             described
@@ -142,7 +141,7 @@ def test_weights_whose_inputs_are_not_divided_have_the_groups_of_one_device():
             )
             if name == "tower.layers.0.attention.qkv.kernel"
         ]
-        for made in (one, three)
+        for made in (one, two)
     )
     assert alone.scales.shape[0] == divided.scales.shape[0]
 
@@ -203,4 +202,3 @@ def test_a_weight_that_is_not_finite_names_itself(tmp_path):
 def test_the_texts_are_as_many_as_the_documents_say():
     texts = quantization.TEXTS.read_text("utf-8").splitlines()
     assert len(texts) == len(set(texts)) == 64
-    assert json.dumps(texts).isascii()

@@ -52,9 +52,19 @@ static inline RowScale quantize(const void* x, int is_float, int64_t at, int64_t
   return (RowScale){scale, -scale * first[0]};
 }
 
-// Add the product of a group of 16 or 32 rows with a panel to sums[rows, 32], or set it there unless
-// `add` is set. `x` is in tiles, with `lower` bytes from one 16 rows to the next; `of_rows` are the
-// scales of the group, `groups` from row to row. `of_columns` are the scales of the panel's group.
+// Scale the sums of a group in one row and 16 columns, and add them to `to`, or set them there unless
+// `add` is set. `of_columns` has the scales of these columns, and 32 floats after them their sums.
+static inline void finish_group(ints sums, RowScale row, const float* of_columns, int add, float* to) {
+  const vec product = v_mul(v_from(sums), v_load(of_columns));
+  const vec before = add ? v_load(to) : v_all(0.0f);
+  const vec rest = v_fma(v_load(of_columns + PANEL), v_all(row.offset), before);
+  v_store(to, v_fma(product, v_all(row.scale), rest));
+}
+
+// `quantized_product` adds the product of a group of 16 or 32 rows with a panel to sums[rows, 32], or
+// sets it there unless `add` is set. `x` is in tiles, with `lower` bytes from one 16 rows to the next;
+// `of_rows` are the scales of the group, `groups` from row to row. `of_columns` are the scales of the
+// panel's group.
 #ifdef __AMX_INT8__
 static inline void product_of_bytes(const uint8_t* x, int64_t lower, int rows, const int8_t* panel,
                                     int64_t steps, int32_t* out) {
@@ -87,47 +97,36 @@ static inline void quantized_product(const uint8_t* x, int64_t lower, int rows,
   int32_t out[PANEL * PANEL] __attribute__((aligned(64)));
   product_of_bytes(x, lower, rows, panel, steps, out);
   __asm__ volatile("" ::: "memory");
-  for (int half = 0; half < PANEL; half += TILE) {
-    const vec scale = v_load(of_columns + half), sum = v_load(of_columns + PANEL + half);
-    for (int i = 0; i < rows; i++) {
-      const RowScale of = of_rows[i * groups];
-      float* to = sums + i * PANEL + half;
-      const vec product = v_mul(v_from(_mm512_loadu_si512(out + i * PANEL + half)), scale);
-      const vec before = add ? v_load(to) : v_all(0.0f);
-      v_store(to, v_fma(product, v_all(of.scale), v_fma(sum, v_all(of.offset), before)));
-    }
-  }
+  for (int i = 0; i < rows; i++)
+    for (int half = 0; half < PANEL; half += TILE)
+      finish_group(_mm512_loadu_si512(out + i * PANEL + half), of_rows[i * groups],
+                   of_columns + half, add, sums + i * PANEL + half);
 }
 #else
 static inline __attribute__((always_inline)) void quantized_group(
     const uint8_t* x, const RowScale* of_rows, int64_t groups, const int8_t* panel,
-    const float* of_columns, int64_t steps, const int halves, int add, float* sums) {
+    const float* of_columns, int64_t steps, int add, float* sums) {
   ints totals[GROUP][HALVES];
 #pragma GCC unroll 8
   for (int i = 0; i < GROUP; i++)
-    for (int half = 0; half < halves; half++) totals[i][half] = i_none();
+    for (int half = 0; half < HALVES; half++) totals[i][half] = i_none();
   for (int64_t step = 0; step < steps; step++, x += BYTES_TILE, panel += 2 * BYTES_TILE)
     for (int at = 0; at < BYTES_STEP; at += BYTES) {
       Signed columns[HALVES];
-      for (int half = 0; half < halves; half++)
+      for (int half = 0; half < HALVES; half++)
         columns[half] = load_signed(panel + at * TILE + half * BYTES_TILE);
 #pragma GCC unroll 8
       for (int i = 0; i < GROUP; i++) {
         const Unsigned four = all_unsigned(x + i * BYTES_STEP + at);
-        for (int half = 0; half < halves; half++)
+        for (int half = 0; half < HALVES; half++)
           totals[i][half] = i_dot(totals[i][half], four, columns[half]);
       }
     }
 #pragma GCC unroll 8
   for (int i = 0; i < GROUP; i++)
-    for (int half = 0; half < halves; half++) {
-      float* to = sums + i * PANEL + half * TILE;
-      const RowScale of = of_rows[i * groups];
-      const vec product = v_mul(v_from(totals[i][half]), v_load(of_columns + half * TILE));
-      const vec sum = v_load(of_columns + PANEL + half * TILE);
-      const vec before = add ? v_load(to) : v_all(0.0f);
-      v_store(to, v_fma(product, v_all(of.scale), v_fma(sum, v_all(of.offset), before)));
-    }
+    for (int half = 0; half < HALVES; half++)
+      finish_group(totals[i][half], of_rows[i * groups], of_columns + half * TILE, add,
+                   sums + i * PANEL + half * TILE);
 }
 
 static inline void quantized_product(const uint8_t* x, int64_t lower, int rows,
@@ -136,7 +135,7 @@ static inline void quantized_product(const uint8_t* x, int64_t lower, int rows,
   for (int first = 0; first < rows; first += GROUP)
     for (int half = 0; half < 2; half += HALVES)
       quantized_group(x + first / TILE * lower + first % TILE * BYTES_STEP, of_rows + first * groups,
-                      groups, panel + half * BYTES_TILE, of_columns + half * TILE, steps, HALVES, add,
+                      groups, panel + half * BYTES_TILE, of_columns + half * TILE, steps, add,
                       sums + first * PANEL + half * TILE);
 }
 #endif
