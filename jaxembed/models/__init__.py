@@ -47,7 +47,9 @@ class Model(nnx.Module):
         if self.image is not None:
             assert tokens.pixels is not None
             tokens = replace(tokens, pixels=normalized_pixels(tokens.pixels, self.image))
-        with adapters.chosen(tokens.adapters):
+        # the patches of an image are no tokens, and a tower may move them
+        segments = tokens.segments if self.image is None else None
+        with adapters.chosen(tokens.adapters), native.skipping_padding(segments):
             hidden = self.tower(tokens)
         # Use the order of OUTPUTS: the order of a set differs by process, which would change the
         # compiled program.

@@ -24,6 +24,7 @@ from jaxembed.data.spec import (
     Pooled,
     Vocabulary,
 )
+from jaxembed.models import native
 from jaxembed.models.attention import MASKED
 from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
 from jaxembed.models.tokens import Hidden, PackedTokens
@@ -173,7 +174,9 @@ class VocabularyHead(nnx.Module):
 
         def fold(by_slot, block_of_tokens):
             block_x, block_slots = block_of_tokens
-            logits = self.terms(block_x[None])[0]
+            # nothing is computed for tokens in no slot, such as padding
+            with native.skipping_padding((block_slots < rows * slots)[None].astype(jnp.int32)):
+                logits = self.terms(block_x[None])[0]
             if self.over_tokens == "max":
                 return by_slot.at[block_slots].max(logits), None
             return by_slot.at[block_slots].add(self._activated(logits)), None

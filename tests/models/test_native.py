@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -184,6 +185,36 @@ def test_rows_of_several_sequences_are_multiplied_one_by_one(way):
     others = np.ones((3, 43), bool)
     others[1, 5] = others[2, 42] = False
     np.testing.assert_array_equal(poisoned[others], clean[others])
+
+
+@pytest.mark.parametrize("end", each(native.EPILOGUES, "norm"))
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_skipped_padding_is_zeros_and_changes_no_other_bit(way, end, is_quantized):
+    """Wherever it lies, and for any number of rows that are left of a tile."""
+    k, n = 128, 96
+    columns = 2 * n if end.startswith("gated") else n
+    kernel = kernel_of(k, columns)
+    weight: Any = panels(kernel)
+    if is_quantized:
+        weight = native.packed_quantized(kernel, 2, "bfloat16")
+    rest = (*map(jnp.asarray, (drawn(3, 176, n, seed=3), *drawn(2, n, seed=4))), 1e-6)
+    x, draw = drawn(3, 176, k), np.random.default_rng(6)
+
+    @jax.jit
+    def run(x, segments, weight):
+        norm = rest if end == "norm" else None
+        whole = native.linear(x, weight, None, end, norm=norm)
+        with native.skipping_padding(segments):
+            return whole, native.linear(x, weight, None, end, norm=norm)
+
+    for share in (0.0, 0.03, 0.3, 0.9, 1.0):
+        segments = (draw.random((3, 176)) < share).astype(np.int32)
+        x[segments == 0] = np.nan
+        whole, got = map(np.asarray, run(x, segments, weight))
+        x[segments == 0] = 1.0
+        np.testing.assert_array_equal(got[segments != 0], whole[segments != 0])
+        assert np.isfinite(got).all()
+        np.testing.assert_array_equal(got[segments == 0], 0.0)
 
 
 def test_only_kernels_of_whole_panels_are_packable():
@@ -555,7 +586,8 @@ def test_half_a_layer_in_one_call_equals_its_parts(way, rows, length, dim, heads
         mixed = native.self_attention(
             hidden, *qkv, segments, heads, *mask, **places, adapters=adapters.get("qkv")
         )
-        return mixed, native.mlp(mixed, hidden, out, up, down, 1e-6, gate, of_mlp)
+        with native.skipping_padding(segments):
+            return mixed, native.mlp(mixed, hidden, out, up, down, 1e-6, gate, of_mlp)
 
     @jax.jit
     def in_parts(hidden, segments, qkv, out, up, down):
@@ -576,8 +608,7 @@ def test_half_a_layer_in_one_call_equals_its_parts(way, rows, length, dim, heads
         got, wanted = (np.asarray(y, np.float32) for y in (got, wanted))
         # another order of sums may round to another bfloat16 in between
         np.testing.assert_allclose(got[real], wanted[real], rtol=ROUNDED, atol=4 * ROUNDED)
-    mixed = np.asarray(in_one(*operands)[0], np.float32)
-    np.testing.assert_array_equal(mixed[~real], 0.0)
+        np.testing.assert_array_equal(got[~real], 0.0)
 
 
 def test_a_layer_is_one_of_the_kernels_only_where_they_take_it():

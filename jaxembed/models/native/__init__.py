@@ -54,6 +54,7 @@ ADAPTED = 8  # in any kernel: adapters
 ADAPTS = {"out": 16, "up": 32, "down": 64}  # in `mlp`: the products that have adapters
 SCALES = "_scales"  # ends the name of the operand with the scales of a quantized weight
 QUANTIZED = 128  # in any kernel with products: quantized weights
+PADDED = 256  # in `linear` and `mlp`: segments, whose padding is skipped
 
 DistanceBias = Float[Array, "heads distances"]  # the `bias` of models.attention.attend
 Angles = Float[Array, "rows length half"]
@@ -126,6 +127,23 @@ def recording(calls: dict[NativeCall, None]) -> Iterator[None]:
         yield
     finally:
         _recorded.reset(reset_token)
+
+
+_segments: ContextVar[Segments | None] = ContextVar("segments", default=None)
+
+
+@contextmanager
+def skipping_padding(segments: Segments | None) -> Iterator[None]:
+    """Let the calls of `linear` and `mlp` that this thread traces in the block skip padding, the
+    tokens with segment 0. Their results are zeros there.
+
+    All these calls must have inputs `[rows, length, features]`, of the shape of `segments`.
+    """
+    reset_token = _segments.set(segments)
+    try:
+        yield
+    finally:
+        _segments.reset(reset_token)
 
 
 def is_packable(name: str, shape: tuple[int, ...], dtype: str) -> bool:
@@ -223,13 +241,14 @@ def linear(
     if adapters is not None:
         operands |= _adapter_operands(adapters)
         mode |= ADAPTED
+    padding, padded_bit = _padding_operands()
     return _call(
         "linear",
         kernel.dtype,
         (*x.shape[:-1], out),
         jnp.dtype(dtype),
-        operands,
-        mode=np.int64(mode),
+        operands | padding,
+        mode=np.int64(mode | padded_bit),
         eps=np.float32(eps),
     )
 
@@ -399,13 +418,14 @@ def mlp(
         if product_adapters is not None:
             operands |= _adapter_operands(product_adapters, prefix=f"{name}_")
             mode |= ADAPTED | ADAPTS[name]
+    padding, padded_bit = _padding_operands()
     return _call(
         "mlp",
         mixed.dtype,
         hidden.shape,
         jnp.float32,
-        operands,
-        mode=np.int64(mode),
+        operands | padding,
+        mode=np.int64(mode | padded_bit),
         eps=np.float32(eps),
     )
 
@@ -440,6 +460,12 @@ def _weight_operands(kernel: Any, prefix: str = "") -> tuple[dict[str, Any], int
     if not isinstance(kernel, QuantizedWeight):
         return {f"{prefix}kernel": kernel}, 0
     return {f"{prefix}kernel": kernel.values, f"{prefix}kernel{SCALES}": kernel.scales}, QUANTIZED
+
+
+def _padding_operands() -> tuple[dict[str, Array], int]:
+    """Return the operand by which a call skips padding, if it does, and its bit of the mode."""
+    segments = _segments.get()
+    return ({}, 0) if segments is None else ({"segments": segments}, PADDED)
 
 
 def _adapter_operands(adapters: AdapterOperands, prefix: str = "") -> dict[str, Any]:

@@ -32,12 +32,12 @@ static inline mask columns_of(const Adapters* a, int64_t row, int64_t column) {
   return m_equal(a->owners + column, a->numbers[row]);
 }
 
-// The columns that some of the rows take.
-static inline Taken taken_by(const Adapters* a, int64_t row, int64_t rows) {
+// The columns that some of the rows in `at` take.
+static inline Taken taken_by(const Adapters* a, const int32_t* at, int64_t rows) {
   Taken taken = {0, 0};
   for (int64_t column = 0; column < a->width; column += TILE) {
     unsigned some = 0;
-    for (int64_t i = 0; i < rows; i++) some |= m_bits(columns_of(a, row + i, column));
+    for (int64_t i = 0; i < rows; i++) some |= m_bits(columns_of(a, at[i], column));
     if (!some) continue;
     if (!taken.high) taken.low = (int32_t)column + __builtin_ctz(some) / 2 * 2;
     taken.high = (int32_t)column + (33 - __builtin_clz(some)) / 2 * 2;
@@ -51,22 +51,21 @@ static inline int64_t in_tiles(int64_t k, int64_t row, int64_t feature) {
   return row / TILE * TILE * k + feature / STEP * TILE_ELEMENTS + row % TILE * STEP;
 }
 
-// Compute what the adapters add for the rows [first, last), before `up`. `x` has their k features in
+// Compute what the adapters add for the `count` rows in `at`, before `up`. `x` has their k features in
 // tiles; the result goes to `narrow`, in tiles too, and for each group to `taken`. `sums` has room
 // for 32 rows of a panel.
-static void narrow_rows(const Adapters* a, int64_t k, const element* x, int64_t first, int64_t last,
-                        element* narrow, Taken* taken, float* sums) {
-  for (int64_t row = 0; row < last - first; row += GROUP, taken++) {
-    const int64_t rows = min64(GROUP, last - first - row);
+static void narrow_rows(const Adapters* a, int64_t k, const element* x, const int32_t* at,
+                        int64_t count, element* narrow, Taken* taken, float* sums) {
+  for (int64_t row = 0; row < count; row += GROUP, taken++) {
+    const int64_t rows = min64(GROUP, count - row);
     const int padded = rows > TILE ? GROUP : (int)min64(GROUP, TILE);
-    *taken = taken_by(a, first + row, rows);
+    *taken = taken_by(a, at + row, rows);
     for (int64_t column = taken->low / PANEL * PANEL; column < taken->high; column += PANEL) {
       product_of_columns(x + in_tiles(k, row, 0), TILE * k, padded, a->down + column * k, k / STEP,
                          taken->low - column, taken->high - column, sums);
       for (int i = 0; i < padded; i++) {
-        const int64_t at = first + row + i;
-        const mask low = i < rows ? columns_of(a, at, column) : m_none();
-        const mask high = i < rows ? columns_of(a, at, column + TILE) : m_none();
+        const mask low = i < rows ? columns_of(a, at[row + i], column) : m_none();
+        const mask high = i < rows ? columns_of(a, at[row + i], column + TILE) : m_none();
         const vec none = v_all(0.0f);
         store_in_tiles(narrow + in_tiles(a->width, row + i, column),
                        v_choose(low, v_load(sums + i * PANEL), none),

@@ -72,6 +72,7 @@ XLA_FFI_Error* jaxembed_linear(XLA_FFI_CallFrame* frame) {
   if (error) return error;
   Linear l = {.x = data_of(&bound, "x"),
               .bias = data_of(&bound, "bias"),
+              .segments = data_of(&bound, "segments"),
               .y = bound.result->data,
               .rows = bound.sizes[LEADING],
               .k = bound.sizes[IN],
@@ -211,6 +212,7 @@ XLA_FFI_Error* jaxembed_mlp(XLA_FFI_CallFrame* frame) {
   Mlp m = {.rows = bound.sizes[LEADING],
            .out = {.x = data_of(&bound, "mixed"),
                    .residual = data_of(&bound, "hidden"),
+                   .segments = data_of(&bound, "segments"),
                    .bias = data_of(&bound, "out_bias"),
                    .scale = data_of(&bound, "out_scale"),
                    .shift = data_of(&bound, "out_shift"),

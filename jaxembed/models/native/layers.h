@@ -16,7 +16,7 @@ typedef struct {
 // A work item of the MLP: one block of rows. Returns 0, or -1 if memory is short.
 static int mlp_item(const void* arguments, int64_t item) {
   const Mlp* m = arguments;
-  const int64_t first = item * m->block, rows = min64(m->block, m->rows - first);
+  const int64_t first = item * m->block, size = min64(m->block, m->rows - first);
   const int64_t dim = m->out.n, width = m->up.n, block = m->block;
   const int is_quantized = m->down.quantized.values != NULL;
   const int64_t of_inner = is_quantized ? block * width : 0;  // elements that are quantized
@@ -24,13 +24,14 @@ static int mlp_item(const void* arguments, int64_t item) {
                            ? laid_bytes(&m->out, block)
                            : laid_bytes(&m->up, block);
   float* sums = scratch((sums_of(&m->up, block) + block * dim) * sizeof(float) +
-                        of_inner * sizeof(element) + outer + laid_bytes(&m->down, block));
+                        of_inner * sizeof(element) + outer + laid_bytes(&m->down, block) +
+                        bytes_of_rows(block));
   if (!sums) return -1;
   float* hidden = sums + sums_of(&m->up, block);
   element* inner = (element*)(hidden + block * dim);
   char* memory = (char*)(inner + of_inner);
   Laid laid, last;
-  divide(&m->down, rows, memory + outer, &last);
+  divide(&m->down, size, memory + outer, &last);
 
   Linear out = m->out, up = m->up, down = m->down;
   out.x = (const element*)out.x + first * dim;
@@ -39,25 +40,30 @@ static int mlp_item(const void* arguments, int64_t item) {
   out.adapters = of_rows(out.adapters, first);
   up.adapters = of_rows(up.adapters, first);
   down.adapters = of_rows(down.adapters, first);
-  divide(&out, rows, memory, &laid);
-  lay_out(&out, 0, rows, 0, &laid, sums);
-  multiply(&out, &laid, 0, rows, 0, dim, sums);
-  norm_rows(&out, 0, rows);
+  down.y = (float*)down.y + first * dim;
+  if (out.segments) out.segments += first;
+  down.segments = out.segments;
+  clear_padding(&down, 0, size, 0, dim);
+  const Rows rows =
+      rows_of(&out, 0, size, (int32_t*)(memory + outer + laid_bytes(&m->down, block)));
+  divide(&out, size, memory, &laid);
+  lay_out(&out, rows, 0, &laid, sums);
+  multiply(&out, &laid, rows, 0, dim, sums);
+  norm_rows(&out, rows);
 
   up.x = hidden;
   up.y_in_tiles = !is_quantized;
   up.y = is_quantized ? inner : last.tiles;
-  if (rows % TILE && !is_quantized) memset(last.tiles, 0, block * width * sizeof(element));
-  divide(&up, rows, memory, &laid);
-  lay_out(&up, 0, rows, 0, &laid, sums);
-  multiply(&up, &laid, 0, rows, 0, width, sums);
+  if (rows.count % TILE && !is_quantized) memset(last.tiles, 0, block * width * sizeof(element));
+  divide(&up, size, memory, &laid);
+  lay_out(&up, rows, 0, &laid, sums);
+  multiply(&up, &laid, rows, 0, width, sums);
 
   down.x = inner;
   down.residual = hidden;
-  down.y = (float*)down.y + first * dim;
-  lay_out(&down, 0, rows, !is_quantized, &last, sums);
-  multiply(&down, &last, 0, rows, 0, dim, sums);
-  norm_rows(&down, 0, rows);
+  lay_out(&down, rows, !is_quantized, &last, sums);
+  multiply(&down, &last, rows, 0, dim, sums);
+  norm_rows(&down, rows);
   return 0;
 }
 
@@ -83,27 +89,31 @@ static int self_attention_item(const void* arguments, int64_t item) {
   const int64_t wide = heads * t.width, block = parts(most, PANEL) * PANEL;
 
   char* memory = scratch(attention_memory(&t) + block * PANEL * sizeof(float) +
-                         laid_bytes(&l, block) +
+                         laid_bytes(&l, block) + bytes_of_rows(block) +
                          block * 3 * t.heads_per_item * t.width * sizeof(element));
   if (!memory) return -1;
   float* sums = (float*)(memory + attention_memory(&t));
-  element* joint = (element*)((char*)(sums + block * PANEL) + laid_bytes(&l, block));
+  char* of_laid = (char*)(sums + block * PANEL);
+  int32_t* at = (int32_t*)(of_laid + laid_bytes(&l, block));
+  element* joint = (element*)((char*)at + bytes_of_rows(block));
+  t.segments += first_row * t.length;
+  l.segments = t.segments;
+  const Rows live = rows_of(&l, 0, tokens, at);
   Laid laid;
-  divide(&l, tokens, (char*)(sums + block * PANEL), &laid);
+  divide(&l, tokens, of_laid, &laid);
 
   l.x = (const float*)l.x + first_row * t.length * l.k;
   l.adapters = of_rows(l.adapters, first_row * t.length);
   l.y_stride = 3 * wide;
-  lay_out(&l, 0, tokens, 0, &laid, sums);
+  lay_out(&l, live, 0, &laid, sums);
   for (int of = 0; of < 3; of++) {  // queries, keys, values
     l.y = joint + of * wide;
     l.y_column = of * dim + first_head * t.width;
-    multiply(&l, &laid, 0, tokens, l.y_column, l.y_column + wide, sums);
+    multiply(&l, &laid, live, l.y_column, l.y_column + wide, sums);
   }
   t.query = joint, t.key = joint + wide, t.value = joint + 2 * wide;
   t.query_stride = t.key_stride = t.value_stride = 3 * wide;
   t.heads = t.groups = heads;
-  t.segments += first_row * t.length;
   t.mixed += first_row * t.length * dim + first_head * t.width;
   if (t.bias) t.bias += first_head * distances(&t);
   if (t.cos) {

@@ -19,6 +19,7 @@ typedef struct {
   const element* kernel;  // the weight, in panels, unless it is quantized
   Quantized quantized;
   const float *bias, *residual, *scale, *shift;
+  const int32_t* segments;  // of each row; those of 0 are padding: see Rows. NULL: none is padding
   void* y;             // [rows, n], starting at column `y_column`
   int64_t rows, k, n;  // n: columns of y
   int64_t y_stride, y_column;
@@ -31,11 +32,37 @@ typedef struct {
   atomic_int* unfinished;  // number of unfinished items of each block; the last computes the norm
 } Linear;
 
-// Apply layer norm to the rows [first, last) of y in place.
-static void norm_rows(const Linear* l, int64_t first, int64_t last) {
+// Rows that are computed, in order. Padding is not computed: its input may be NaN, and its output is
+// zeros.
+typedef struct {
+  const int32_t* at;
+  int64_t count;
+} Rows;
+
+// Write those of the rows [first, last) that are no padding to `at`.
+static Rows rows_of(const Linear* l, int64_t first, int64_t last, int32_t* at) {
+  Rows rows = {at, 0};
+  for (int64_t row = first; row < last; row++)
+    if (!l->segments || l->segments[row]) at[rows.count++] = (int32_t)row;
+  return rows;
+}
+
+// The bytes of memory that the rows of a block take, in whole lines of the cache.
+static size_t bytes_of_rows(int64_t block) { return parts(block * sizeof(int32_t), 64) * 64; }
+
+// Set the columns [start, end) of y to zeros in those of the rows [first, last) that are padding.
+static void clear_padding(const Linear* l, int64_t first, int64_t last, int64_t start, int64_t end) {
+  const int64_t size = l->y_is_float ? sizeof(float) : sizeof(element);
+  for (int64_t row = first; row < last; row++)
+    if (l->segments && !l->segments[row])
+      memset((char*)l->y + (row * l->y_stride + start) * size, 0, (end - start) * size);
+}
+
+// Apply layer norm to some rows of y in place.
+static void norm_rows(const Linear* l, Rows rows) {
   const int64_t n = l->n;
-  for (int64_t row = first; row < last; row++) {
-    float* y = (float*)l->y + row * l->y_stride;
+  for (int64_t i = 0; i < rows.count; i++) {
+    float* y = (float*)l->y + rows.at[i] * l->y_stride;
     vec sum = v_all(0.0f), squares = v_all(0.0f);
     for (int64_t j = 0; j < n; j += TILE) sum = v_add(sum, v_load(y + j));
     vec mean = v_all(v_sum(sum) / n);
@@ -93,13 +120,13 @@ static size_t laid_bytes(const Linear* l, int64_t block) {
 
 // Copy rows of x into tiles. Float32 is rounded to elements, and missing rows of the last tile
 // become zeros.
-static void lay_in_tiles(const Linear* l, int64_t first, int64_t last, element* tiles) {
-  const int64_t k = l->k, padded = parts(last - first, TILE) * TILE;
-  for (int64_t row = 0; row < padded; row++) {
-    element* line = tiles + row / TILE * TILE * k + row % TILE * STEP;
-    const int64_t from = (first + row) * k;
+static void lay_in_tiles(const Linear* l, Rows rows, element* tiles) {
+  const int64_t k = l->k, padded = parts(rows.count, TILE) * TILE;
+  for (int64_t i = 0; i < padded; i++) {
+    element* line = tiles + i / TILE * TILE * k + i % TILE * STEP;
+    const int64_t from = i < rows.count ? rows.at[i] * k : 0;
     for (int64_t at = 0; at < k; at += STEP, line += TILE_ELEMENTS) {
-      if (first + row >= last) {
+      if (i >= rows.count) {
         memset(line, 0, STEP * sizeof(element));
       } else if (l->x_is_float) {
         store_step(line, (const float*)l->x + from + at);
@@ -111,31 +138,31 @@ static void lay_in_tiles(const Linear* l, int64_t first, int64_t last, element* 
 }
 
 // Quantize rows of x. Missing rows of the last tile become zeros.
-static void lay_in_bytes(const Linear* l, int64_t first, int64_t last, const Laid* laid) {
-  const int64_t k = l->k, group = l->quantized.group, padded = parts(last - first, TILE) * TILE;
+static void lay_in_bytes(const Linear* l, Rows rows, const Laid* laid) {
+  const int64_t k = l->k, group = l->quantized.group, padded = parts(rows.count, TILE) * TILE;
   RowScale* scale = laid->scales;
-  for (int64_t row = 0; row < padded; row++) {
-    uint8_t* line = laid->bytes + row / TILE * TILE * k + row % TILE * BYTES_STEP;
+  for (int64_t i = 0; i < padded; i++) {
+    uint8_t* line = laid->bytes + i / TILE * TILE * k + i % TILE * BYTES_STEP;
     for (int64_t at = 0; at < k; at += group, scale++, line += group * TILE) {
-      if (first + row < last) {
-        *scale = quantize(l->x, l->x_is_float, (first + row) * k + at, group, line);
+      if (i < rows.count) {
+        *scale = quantize(l->x, l->x_is_float, rows.at[i] * k + at, group, line);
         continue;
       }
       *scale = (RowScale){0, 0};
-      for (int64_t i = 0; i < group; i += BYTES_STEP) memset(line + i * TILE, 0, BYTES_STEP);
+      for (int64_t j = 0; j < group; j += BYTES_STEP) memset(line + j * TILE, 0, BYTES_STEP);
     }
   }
 }
 
-// Lay out the rows [first, last) of x, which are not in tiles yet if `x_in_tiles` is not set, and
-// compute what adapters add to them, before `up`. `sums` has room for 32 rows of a panel.
-static void lay_out(const Linear* l, int64_t first, int64_t last, int x_in_tiles, const Laid* laid,
-                    float* sums) {
-  if (l->quantized.values) lay_in_bytes(l, first, last, laid);
+// Lay out some rows of x, which are not in tiles yet if `x_in_tiles` is not set, and compute what
+// adapters add to them, before `up`. `sums` has room for 32 rows of a panel.
+static void lay_out(const Linear* l, Rows rows, int x_in_tiles, const Laid* laid, float* sums) {
+  if (l->quantized.values) lay_in_bytes(l, rows, laid);
   if (!x_in_tiles && (!l->quantized.values || l->adapters.width))
-    lay_in_tiles(l, first, last, laid->tiles);
+    lay_in_tiles(l, rows, laid->tiles);
   if (l->adapters.width)
-    narrow_rows(&l->adapters, l->k, laid->tiles, first, last, laid->narrow, laid->taken, sums);
+    narrow_rows(&l->adapters, l->k, laid->tiles, rows.at, rows.count, laid->narrow, laid->taken,
+                sums);
 }
 
 // What 16 columns of a gated product are multiplied with: the sums of their gate, activated.
@@ -146,13 +173,13 @@ static inline vec gate_of(const Linear* l, const float* sums, const float* bias)
 }
 
 // Add bias and residual, apply GELU, or multiply with `gates`, the sums of 32 columns, and store
-// them in y. Only a gated product has gates.
-static inline void finish_columns(const Linear* l, int64_t row, int rows, int64_t column,
+// them in y, for at most 32 rows from number `first` of `rows` on. Only a gated product has gates.
+static inline void finish_columns(const Linear* l, Rows rows, int64_t first, int64_t column,
                                   const float* sums, const float* gates) {
   const float *of_gates = l->bias + column, *of_sums = of_gates + (gates ? l->n : 0);
   const vec bias[2] = {v_load(of_sums), v_load(of_sums + TILE)};
-  for (int i = 0; i < rows; i++) {
-    int64_t at = (row + i) * l->y_stride + column - l->y_column;
+  for (int64_t i = 0; i < min64(PANEL, rows.count - first); i++) {
+    int64_t at = rows.at[first + i] * l->y_stride + column - l->y_column;
     vec low = v_add(v_load(sums + i * PANEL), bias[0]);
     vec high = v_add(v_load(sums + i * PANEL + TILE), bias[1]);
     if (gates) {
@@ -170,7 +197,7 @@ static inline void finish_columns(const Linear* l, int64_t row, int rows, int64_
       continue;
     }
     if (l->y_in_tiles) {
-      at = (row + i) / TILE * TILE * l->n + column * TILE + (row + i) % TILE * STEP;
+      at = (first + i) / TILE * TILE * l->n + column * TILE + (first + i) % TILE * STEP;
       store_in_tiles((element*)l->y + at, low, high);
       continue;
     }
@@ -178,49 +205,47 @@ static inline void finish_columns(const Linear* l, int64_t row, int rows, int64_
   }
 }
 
-// Multiply the rows [first, last), which are laid out, with the panel of the weight that begins at
-// column `from`. Unless it is a panel of gates (`column` is negative), the sums are finished as those
-// of `column`.
-static inline void multiply_panel(const Linear* l, const Laid* laid, int64_t first, int64_t last,
-                                  int64_t from, int64_t column, float* sums, const float* gates) {
+// Multiply the rows that are laid out with the panel of the weight that begins at column `from`.
+// Unless it is a panel of gates (`column` is negative), the sums are finished as those of `column`.
+static inline void multiply_panel(const Linear* l, const Laid* laid, Rows rows, int64_t from,
+                                  int64_t column, float* sums, const float* gates) {
   const int64_t k = l->k;
   const Quantized* q = &l->quantized;
   const int64_t chunk = q->values ? q->group : CHUNK;
   // a chunk of the panel stays in the first-level cache while it is multiplied with all rows
   for (int64_t at = 0; at < k; at += chunk) {
-    for (int64_t row = first; row < last; row += PANEL) {
-      const int64_t rows = min64(PANEL, last - row), of_row = (row - first) * k;
-      const int padded = rows > TILE ? PANEL : TILE;
-      float* to = sums + (row - first) * PANEL;
+    for (int64_t row = 0; row < rows.count; row += PANEL) {
+      const int64_t some = min64(PANEL, rows.count - row), of_row = row * k;
+      float* to = sums + row * PANEL;
       if (q->values) {
         const int64_t groups = groups_of(l), group = at / chunk;
-        quantized_product(laid->bytes + of_row + at * TILE, TILE * k, padded,
-                          laid->scales + (row - first) * groups + group, groups,
+        quantized_product(laid->bytes + of_row + at * TILE, TILE * k, whole_rows(some),
+                          laid->scales + row * groups + group, groups,
                           q->values + from * k + at * PANEL,
                           q->scales + (from / PANEL * groups + group) * 2 * PANEL, chunk / BYTES_STEP,
                           at > 0, to);
       } else {
-        product(laid->tiles + of_row + at * TILE, STEP, TILE_ELEMENTS, TILE * k, padded,
+        product(laid->tiles + of_row + at * TILE, STEP, TILE_ELEMENTS, TILE * k, whole_rows(some),
                 l->kernel + from * k + at * PANEL, min64(chunk, k - at) / STEP, at > 0, to, PANEL);
       }
       if (at + chunk < k) continue;
       if (l->adapters.width)
-        widen_rows(&l->adapters, laid->narrow, laid->taken, row - first, rows,
+        widen_rows(&l->adapters, laid->narrow, laid->taken, row, some,
                    l->adapters.up + from * l->adapters.width, to);
       if (column >= 0)
-        finish_columns(l, row, (int)rows, column, to, gates ? gates + (to - sums) : NULL);
+        finish_columns(l, rows, row, column, to, gates ? gates + (to - sums) : NULL);
     }
   }
 }
 
-// Compute the columns [start, end) of the rows [first, last), which are laid out. `sums` has room for
-// sums_of a block of so many rows.
-static void multiply(const Linear* l, const Laid* laid, int64_t first, int64_t last, int64_t start,
-                     int64_t end, float* sums) {
-  float* gates = is_gated(l) ? sums + sums_of(l, parts(last - first, PANEL) * PANEL) / 2 : NULL;
+// Compute the columns [start, end) of the rows that are laid out. `sums` has room for sums_of a block
+// of so many rows.
+static void multiply(const Linear* l, const Laid* laid, Rows rows, int64_t start, int64_t end,
+                     float* sums) {
+  float* gates = is_gated(l) ? sums + sums_of(l, parts(rows.count, PANEL) * PANEL) / 2 : NULL;
   for (int64_t column = start; column < end; column += PANEL) {
-    if (gates) multiply_panel(l, laid, first, last, column, -1, gates, NULL);
-    multiply_panel(l, laid, first, last, column + (gates ? l->n : 0), column, sums, gates);
+    if (gates) multiply_panel(l, laid, rows, column, -1, gates, NULL);
+    multiply_panel(l, laid, rows, column + (gates ? l->n : 0), column, sums, gates);
   }
 }
 
@@ -232,13 +257,17 @@ static int linear_item(const void* arguments, int64_t item) {
   const int64_t first = block * l->block, last = min64(first + l->block, l->rows);
   const int64_t start = part * l->columns, end = min64(start + l->columns, l->n);
   Laid laid;
-  float* sums = scratch(sums_of(l, l->block) * sizeof(float) + laid_bytes(l, l->block));
+  float* sums = scratch(sums_of(l, l->block) * sizeof(float) + laid_bytes(l, l->block) +
+                        bytes_of_rows(l->block));
   if (!sums) return -1;
-  divide(l, last - first, (char*)(sums + sums_of(l, l->block)), &laid);
-  lay_out(l, first, last, 0, &laid, sums);
-  multiply(l, &laid, first, last, start, end, sums);
+  char* memory = (char*)(sums + sums_of(l, l->block));
+  const Rows rows = rows_of(l, first, last, (int32_t*)(memory + laid_bytes(l, l->block)));
+  divide(l, rows.count, memory, &laid);
+  clear_padding(l, first, last, start, end);
+  lay_out(l, rows, 0, &laid, sums);
+  multiply(l, &laid, rows, start, end, sums);
   if (l->mode == NORM &&
       (l->column_parts == 1 || atomic_fetch_sub(&l->unfinished[block], 1) == 1))
-    norm_rows(l, first, last);
+    norm_rows(l, rows);
   return 0;
 }

@@ -54,7 +54,7 @@ enum { XLA_FFI_DataType_ELEMENT = XLA_FFI_DataType_F32 };
 enum { XLA_FFI_DataType_ELEMENT = XLA_FFI_DataType_BF16 };
 #endif
 
-enum { MOST_OPERANDS = 25, MOST_AXES = 6, MOST_ATTRIBUTES = 5, MOST_RELATIONS = 4 };
+enum { MOST_OPERANDS = 26, MOST_AXES = 6, MOST_ATTRIBUTES = 5, MOST_RELATIONS = 4 };
 
 // Bits of the mode of attention: what comes with the call.
 enum { BIASED = 1, ROTATED = 2 };
@@ -62,7 +62,10 @@ enum { BIASED = 1, ROTATED = 2 };
 enum { ADAPTED = 8, ADAPTS_OUT = 16, ADAPTS_UP = 32, ADAPTS_DOWN = 64 };
 // Another one: the weights of all products but adapters are quantized (quantized.h), and scales come.
 enum { QUANTIZED = 128 };
-enum { ALL_BITS = ADAPTED | ADAPTS_OUT | ADAPTS_UP | ADAPTS_DOWN | QUANTIZED };
+// Another one, of products alone: segments come, and padding is not computed.
+enum { PADDED = 256 };
+enum { BITS_OF_LINEAR = ADAPTED | QUANTIZED | PADDED };
+enum { BITS_OF_MLP = BITS_OF_LINEAR | ADAPTS_OUT | ADAPTS_UP | ADAPTS_DOWN };
 
 // How an operand with the shape of its table is stored.
 typedef enum {
@@ -114,6 +117,7 @@ typedef struct {
 #define DISTANCE_BIAS {"distance_bias", DTYPE(F32), {HEADS, DISTANCES}, .only_with = BIASED}
 #define COS {"cos", DTYPE(F32), {ROWS, LENGTH, HALF}, .only_with = ROTATED}
 #define SIN {"sin", DTYPE(F32), {ROWS, LENGTH, HALF}, .only_with = ROTATED}
+#define SEGMENTS_OF_ROWS {"segments", DTYPE(S32), {LEADING}, .only_with = PADDED}
 #define NUMBERS(...) {"numbers", DTYPE(S32), {__VA_ARGS__}, .only_with = ADAPTED}
 // The weight of a product [in, out]; if it is quantized, with its scales.
 #define WEIGHT_OF(of, in, out)                                  \
@@ -131,9 +135,9 @@ static const Call linear_call = {
     .operands = {{"x", DTYPE(F32) | DTYPE(ELEMENT), {LEADING, IN}},
                  WEIGHT_OF("", IN, OUT),
                  {"bias", DTYPE(F32), {OUT}},
-                 NUMBERS(LEADING), ADAPTERS("", 0, IN, NARROW, OUT)},
+                 NUMBERS(LEADING), ADAPTERS("", 0, IN, NARROW, OUT), SEGMENTS_OF_ROWS},
     .result = {"y", DTYPE(F32) | DTYPE(ELEMENT), {LEADING, OUT}},
-    .attributes = {MODE(PLAIN, MODES - 1, ADAPTED | QUANTIZED), EPS},
+    .attributes = {MODE(PLAIN, MODES - 1, BITS_OF_LINEAR), EPS},
 };
 
 static const Call gated_linear_call = {  // linear with a gated mode
@@ -141,9 +145,9 @@ static const Call gated_linear_call = {  // linear with a gated mode
     .operands = {{"x", DTYPE(F32) | DTYPE(ELEMENT), {LEADING, IN}},
                  WEIGHT_OF("", IN, COLUMNS),
                  {"bias", DTYPE(F32), {COLUMNS}},
-                 NUMBERS(LEADING), ADAPTERS("", 0, IN, NARROW, COLUMNS)},
+                 NUMBERS(LEADING), ADAPTERS("", 0, IN, NARROW, COLUMNS), SEGMENTS_OF_ROWS},
     .result = {"y", DTYPE(F32) | DTYPE(ELEMENT), {LEADING, OUT}},
-    .attributes = {MODE(PLAIN, MODES - 1, ADAPTED | QUANTIZED), EPS},
+    .attributes = {MODE(PLAIN, MODES - 1, BITS_OF_LINEAR), EPS},
     .relations = {{2, OUT, COLUMNS, .is_equal = 1}},
 };
 
@@ -155,9 +159,9 @@ static const Call linear_norm_call = {  // linear with mode NORM
                  {"residual", DTYPE(F32), {LEADING, OUT}},
                  {"scale", DTYPE(F32), {OUT}},
                  {"shift", DTYPE(F32), {OUT}},
-                 NUMBERS(LEADING), ADAPTERS("", 0, IN, NARROW, OUT)},
+                 NUMBERS(LEADING), ADAPTERS("", 0, IN, NARROW, OUT), SEGMENTS_OF_ROWS},
     .result = {"y", DTYPE(F32), {LEADING, OUT}},
-    .attributes = {MODE(PLAIN, MODES - 1, ADAPTED | QUANTIZED), EPS},
+    .attributes = {MODE(PLAIN, MODES - 1, BITS_OF_LINEAR), EPS},
 };
 
 static const Call attention_call = {
@@ -217,9 +221,10 @@ static const Call self_attention_call = {
                NUMBERS(LEADING),                                            \
                ADAPTERS("out_", ADAPTS_OUT, DIM, OUT_NARROW, DIM),          \
                ADAPTERS("up_", ADAPTS_UP, DIM, UP_NARROW, columns),         \
-               ADAPTERS("down_", ADAPTS_DOWN, INNER, DOWN_NARROW, DIM)},    \
+               ADAPTERS("down_", ADAPTS_DOWN, INNER, DOWN_NARROW, DIM),     \
+               SEGMENTS_OF_ROWS},                                           \
   .result = {"hidden", DTYPE(F32), {LEADING, DIM}},                         \
-  .attributes = {MODE(GELU, MODES - 1, ALL_BITS), EPS}
+  .attributes = {MODE(GELU, MODES - 1, BITS_OF_MLP), EPS}
 
 static const Call mlp_call = {MLP_OF(INNER)};
 

@@ -8,9 +8,9 @@
 
 #include "vectors.h"
 
-// Compute c[rows, 32] = a[rows, STEP * steps] . panel for 16 or 32 rows, or add it to c if `add` is
-// set. `a_step` is the distance in elements from one step of a to the next, `a_lower` that to its
-// second 16 rows.
+// Compute c[rows, 32] = a[rows, STEP * steps] . panel for at most 32 rows, or add it to c if `add` is
+// set. `rows` must be what `whole_rows` says. `a_step` is the distance in elements from one step of a
+// to the next, `a_lower` that to its second 16 rows.
 #ifdef __AMX_BF16__
 static inline void product(const element* a, int64_t a_stride, int64_t a_step, int64_t a_lower,
                            int rows, const element* panel, int64_t steps, int add, float* c,
@@ -59,6 +59,9 @@ static inline void product(const element* a, int64_t a_stride, int64_t a_step, i
   _tile_stored(2, lower, c_bytes);
   _tile_stored(3, lower + TILE, c_bytes);
 }
+
+// The rows that `product` computes for so many, at most 32: whole tiles.
+static inline int whole_rows(int64_t rows) { return rows > TILE ? PANEL : TILE; }
 
 // The rows that the functions below take at once.
 enum { GROUP = PANEL };
@@ -126,14 +129,35 @@ static inline Units all_units(const element* from) {
 static inline vec multiply_units(vec sum, Units x, Units y) { return _mm512_dpbf16_ps(sum, x, y); }
 #endif
 
-// Compute `halves` times 16 columns of c[GROUP, 32] = a . panel for the features [low, high), which
-// are whole units. The rest is as in `product`.
+// The rows that `product` computes for so many: just these.
+static inline int whole_rows(int64_t rows) { return (int)rows; }
+
+// Make a call with the constant `count`, which is the number of rows, at most GROUP.
+#define CASE_OF_ROWS(number, call) \
+  case number:                     \
+    if (number <= GROUP) {         \
+      const int count = number;    \
+      call;                        \
+    }                              \
+    break;
+#define BY_ROWS(rows, call)                                                                 \
+  switch (rows) {                                                                           \
+    CASE_OF_ROWS(1, call) CASE_OF_ROWS(2, call) CASE_OF_ROWS(3, call) CASE_OF_ROWS(4, call) \
+    CASE_OF_ROWS(5, call) CASE_OF_ROWS(6, call) CASE_OF_ROWS(7, call) CASE_OF_ROWS(8, call) \
+  }
+
+// Divide `rows` rows into groups of about the same size: the first row of group `i`.
+static inline int groups_of_rows(int rows) { return (rows + GROUP - 1) / GROUP; }
+static inline int start_of_group(int i, int rows) { return i * rows / groups_of_rows(rows); }
+
+// Compute `halves` times 16 columns of c[rows, 32] = a . panel for the features [low, high), which
+// are whole units. There are at most GROUP rows. The rest is as in `product`.
 static inline __attribute__((always_inline)) void multiply_group(
-    const element* a, int64_t a_stride, int64_t a_step, const element* panel, int64_t low,
-    int64_t high, const int halves, int add, float* c, int64_t c_stride) {
+    const element* a, int64_t a_stride, int64_t a_step, const int rows, const element* panel,
+    int64_t low, int64_t high, const int halves, int add, float* c, int64_t c_stride) {
   vec sums[GROUP][HALVES];
 #pragma GCC unroll 8
-  for (int i = 0; i < GROUP; i++)
+  for (int i = 0; i < rows; i++)
     for (int half = 0; half < halves; half++)
       sums[i][half] = add ? v_load(c + i * c_stride + half * TILE) : v_all(0.0f);
   for (int64_t step = low / STEP; step * STEP < high; step++) {
@@ -144,7 +168,7 @@ static inline __attribute__((always_inline)) void multiply_group(
       for (int half = 0; half < halves; half++)
         columns[half] = load_units(from + at * TILE + half * TILE_ELEMENTS);
 #pragma GCC unroll 8
-      for (int i = 0; i < GROUP; i++) {
+      for (int i = 0; i < rows; i++) {
         const Units x = all_units(line + i * a_stride + at);
         for (int half = 0; half < halves; half++)
           sums[i][half] = multiply_units(sums[i][half], x, columns[half]);
@@ -152,30 +176,36 @@ static inline __attribute__((always_inline)) void multiply_group(
     }
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < GROUP; i++)
+  for (int i = 0; i < rows; i++)
     for (int half = 0; half < halves; half++)
       v_store(c + i * c_stride + half * TILE, sums[i][half]);
 }
 
-// The same for the halves [first, last) of the panel.
+// The same for GROUP rows and the halves [first, last) of the panel.
 static inline void multiply_halves(const element* a, int64_t a_stride, int64_t a_step,
                                    const element* panel, int64_t low, int64_t high, int first,
                                    int last, int add, float* c, int64_t c_stride) {
   if (HALVES == 2 && last - first == 2) {
-    multiply_group(a, a_stride, a_step, panel, low, high, HALVES, add, c, c_stride);
+    multiply_group(a, a_stride, a_step, GROUP, panel, low, high, HALVES, add, c, c_stride);
     return;
   }
   for (int half = first; half < last; half++)
-    multiply_group(a, a_stride, a_step, panel + half * TILE_ELEMENTS, low, high, 1, add,
+    multiply_group(a, a_stride, a_step, GROUP, panel + half * TILE_ELEMENTS, low, high, 1, add,
                    c + half * TILE, c_stride);
 }
 
-static inline void product(const element* a, int64_t a_stride, int64_t a_step, int64_t a_lower,
-                           int rows, const element* panel, int64_t steps, int add, float* c,
-                           int64_t c_stride) {
-  for (int first = 0; first < rows; first += GROUP)
-    multiply_halves(a + first / TILE * a_lower + first % TILE * a_stride, a_stride, a_step, panel,
-                    0, steps * STEP, 0, 2, add, c + first * c_stride, c_stride);
+static void product(const element* a, int64_t a_stride, int64_t a_step, int64_t a_lower, int rows,
+                    const element* panel, int64_t steps, int add, float* c, int64_t c_stride) {
+  for (; rows > 0; rows -= TILE, a += a_lower, c += TILE * c_stride) {
+    const int tile = rows < TILE ? rows : TILE;
+    for (int i = 0; i < groups_of_rows(tile); i++) {
+      const int first = start_of_group(i, tile), number = start_of_group(i + 1, tile) - first;
+      for (int half = 0; half < 2; half += HALVES)
+        BY_ROWS(number, multiply_group(a + first * a_stride, a_stride, a_step, count,
+                                       panel + half * TILE_ELEMENTS, 0, steps * STEP, HALVES, add,
+                                       c + first * c_stride + half * TILE, c_stride))
+    }
+  }
 }
 
 // Compute sums[GROUP, 32] = x[GROUP, STEP * steps] . panel, at least its columns [low, high). `x` is

@@ -61,8 +61,8 @@ static inline void finish_group(ints sums, RowScale row, const float* of_columns
   v_store(to, v_fma(product, v_all(row.scale), rest));
 }
 
-// `quantized_product` adds the product of a group of 16 or 32 rows with a panel to sums[rows, 32], or
-// sets it there unless `add` is set. `x` is in tiles, with `lower` bytes from one 16 rows to the next;
+// `quantized_product` adds the product of a group of features, for as many rows as `whole_rows` says,
+// with a panel to sums[rows, 32], or sets it there unless `add` is set. `x` is in tiles, with `lower` bytes from one 16 rows to the next;
 // `of_rows` are the scales of the group, `groups` from row to row. `of_columns` are the scales of the
 // panel's group.
 #ifdef __AMX_INT8__
@@ -104,11 +104,11 @@ static inline void quantized_product(const uint8_t* x, int64_t lower, int rows,
 }
 #else
 static inline __attribute__((always_inline)) void quantized_group(
-    const uint8_t* x, const RowScale* of_rows, int64_t groups, const int8_t* panel,
+    const uint8_t* x, const int rows, const RowScale* of_rows, int64_t groups, const int8_t* panel,
     const float* of_columns, int64_t steps, int add, float* sums) {
   ints totals[GROUP][HALVES];
 #pragma GCC unroll 8
-  for (int i = 0; i < GROUP; i++)
+  for (int i = 0; i < rows; i++)
     for (int half = 0; half < HALVES; half++) totals[i][half] = i_none();
   for (int64_t step = 0; step < steps; step++, x += BYTES_TILE, panel += 2 * BYTES_TILE)
     for (int at = 0; at < BYTES_STEP; at += BYTES) {
@@ -116,26 +116,31 @@ static inline __attribute__((always_inline)) void quantized_group(
       for (int half = 0; half < HALVES; half++)
         columns[half] = load_signed(panel + at * TILE + half * BYTES_TILE);
 #pragma GCC unroll 8
-      for (int i = 0; i < GROUP; i++) {
+      for (int i = 0; i < rows; i++) {
         const Unsigned four = all_unsigned(x + i * BYTES_STEP + at);
         for (int half = 0; half < HALVES; half++)
           totals[i][half] = i_dot(totals[i][half], four, columns[half]);
       }
     }
 #pragma GCC unroll 8
-  for (int i = 0; i < GROUP; i++)
+  for (int i = 0; i < rows; i++)
     for (int half = 0; half < HALVES; half++)
       finish_group(totals[i][half], of_rows[i * groups], of_columns + half * TILE, add,
                    sums + i * PANEL + half * TILE);
 }
 
-static inline void quantized_product(const uint8_t* x, int64_t lower, int rows,
-                                     const RowScale* of_rows, int64_t groups, const int8_t* panel,
-                                     const float* of_columns, int64_t steps, int add, float* sums) {
-  for (int first = 0; first < rows; first += GROUP)
-    for (int half = 0; half < 2; half += HALVES)
-      quantized_group(x + first / TILE * lower + first % TILE * BYTES_STEP, of_rows + first * groups,
-                      groups, panel + half * BYTES_TILE, of_columns + half * TILE, steps, add,
-                      sums + first * PANEL + half * TILE);
+static void quantized_product(const uint8_t* x, int64_t lower, int rows, const RowScale* of_rows,
+                              int64_t groups, const int8_t* panel, const float* of_columns,
+                              int64_t steps, int add, float* sums) {
+  for (; rows > 0; rows -= TILE, x += lower, of_rows += TILE * groups, sums += TILE * PANEL) {
+    const int tile = rows < TILE ? rows : TILE;
+    for (int i = 0; i < groups_of_rows(tile); i++) {
+      const int first = start_of_group(i, tile), number = start_of_group(i + 1, tile) - first;
+      for (int half = 0; half < 2; half += HALVES)
+        BY_ROWS(number, quantized_group(x + first * BYTES_STEP, count, of_rows + first * groups,
+                                        groups, panel + half * BYTES_TILE, of_columns + half * TILE,
+                                        steps, add, sums + first * PANEL + half * TILE))
+    }
+  }
 }
 #endif
