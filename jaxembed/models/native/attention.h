@@ -184,7 +184,7 @@ static void attend(const Attention* t, int64_t row, int64_t first_group, int64_t
         const int64_t query_stride = t->cos ? width : t->query_stride;
         for (int64_t j = low; j < high; j += PANEL)
           product(query, query_stride, STEP, TILE * query_stride, rows, keys + j * width,
-                  width / STEP, 0, scores + j, stride);
+                  width / STEP, 0, 0, scores + j, stride);
         const float* bias = t->bias ? t->bias + head * distances(t) + length - 1 : NULL;
         float inverse[PANEL];
         for (int i = 0; i < rows; i++)
@@ -192,7 +192,7 @@ static void attend(const Attention* t, int64_t row, int64_t first_group, int64_t
                                    scores + i * stride, weights + i * stride);
         for (int64_t column = 0; column < width; column += PANEL) {
           product(weights + low, stride, STEP, TILE * stride, rows,
-                  values + column * padded + low * PANEL, (high - low) / STEP, 0, sums, PANEL);
+                  values + column * padded + low * PANEL, (high - low) / STEP, 0, 0, sums, PANEL);
           for (int i = 0; i < rows; i++) {
             const vec by = v_all(inverse[i]);
             store_elements(mixed + i * t->mixed_stride + column,

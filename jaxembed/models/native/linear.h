@@ -216,6 +216,7 @@ static inline void multiply_panel(const Linear* l, const Laid* laid, Rows rows, 
   for (int64_t at = 0; at < k; at += chunk) {
     for (int64_t row = 0; row < rows.count; row += PANEL) {
       const int64_t some = min64(PANEL, rows.count - row), of_row = row * k;
+      const int64_t ahead = row ? 0 : AHEAD;
       float* to = sums + row * PANEL;
       if (q->values) {
         const int64_t groups = groups_of(l), group = at / chunk;
@@ -223,10 +224,11 @@ static inline void multiply_panel(const Linear* l, const Laid* laid, Rows rows, 
                           laid->scales + row * groups + group, groups,
                           q->values + from * k + at * PANEL,
                           q->scales + (from / PANEL * groups + group) * 2 * PANEL, chunk / BYTES_STEP,
-                          at > 0, to);
+                          ahead, at > 0, to);
       } else {
         product(laid->tiles + of_row + at * TILE, STEP, TILE_ELEMENTS, TILE * k, whole_rows(some),
-                l->kernel + from * k + at * PANEL, min64(chunk, k - at) / STEP, at > 0, to, PANEL);
+                l->kernel + from * k + at * PANEL, min64(chunk, k - at) / STEP, ahead, at > 0, to,
+                PANEL);
       }
       if (at + chunk < k) continue;
       if (l->adapters.width)

@@ -8,13 +8,19 @@
 
 #include "vectors.h"
 
+// A weight that is read for the first time is fetched into the second-level cache so many bytes
+// ahead, or a lone query would wait for the memory at every step. AMX was not measured.
+enum { AHEAD = 1 << 14 };
+
 // Compute c[rows, 32] = a[rows, STEP * steps] . panel for at most 32 rows, or add it to c if `add` is
 // set. `rows` must be what `whole_rows` says. `a_step` is the distance in elements from one step of a
-// to the next, `a_lower` that to its second 16 rows.
+// to the next, `a_lower` that to its second 16 rows. What comes `ahead` bytes after the panel is
+// fetched.
 #ifdef __AMX_BF16__
 static inline void product(const element* a, int64_t a_stride, int64_t a_step, int64_t a_lower,
-                           int rows, const element* panel, int64_t steps, int add, float* c,
-                           int64_t c_stride) {
+                           int rows, const element* panel, int64_t steps, int64_t ahead, int add,
+                           float* c, int64_t c_stride) {
+  (void)ahead;
   const int64_t a_bytes = a_stride * 2, c_bytes = c_stride * 4;
   __asm__ volatile("" ::: "memory");  // gcc does not know that tile loads read memory
   if (add) {
@@ -71,7 +77,7 @@ enum { GROUP = PANEL };
 static inline void product_of_columns(const element* x, int64_t lower, int rows, const element* panel,
                                       int64_t steps, int64_t low, int64_t high, float* sums) {
   (void)low, (void)high;
-  product(x, STEP, TILE_ELEMENTS, lower, rows, panel, steps, 0, sums, PANEL);
+  product(x, STEP, TILE_ELEMENTS, lower, rows, panel, steps, 0, 0, sums, PANEL);
 }
 
 // Add x[rows, features] . panel to sums[rows, 32] for the features [low, high), which are even. `x`
@@ -81,7 +87,7 @@ static inline void add_product_of_features(const element* x, int64_t lower, int 
                                            float* sums) {
   const int64_t step = low / STEP;
   product(x + step * TILE_ELEMENTS, STEP, TILE_ELEMENTS, lower, rows,
-          panel + step * 2 * TILE_ELEMENTS, parts(high, STEP) - step, 1, sums, PANEL);
+          panel + step * 2 * TILE_ELEMENTS, parts(high, STEP) - step, 0, 1, sums, PANEL);
 }
 #else
 #ifdef __AVX512F__
@@ -146,15 +152,19 @@ static inline int whole_rows(int64_t rows) { return (int)rows; }
     CASE_OF_ROWS(5, call) CASE_OF_ROWS(6, call) CASE_OF_ROWS(7, call) CASE_OF_ROWS(8, call) \
   }
 
-// Divide `rows` rows into groups of about the same size: the first row of group `i`.
-static inline int groups_of_rows(int rows) { return (rows + GROUP - 1) / GROUP; }
-static inline int start_of_group(int i, int rows) { return i * rows / groups_of_rows(rows); }
+// How many of the rows that are left are multiplied next. The last two groups share what is left, for
+// a group of few rows would wait for its sums.
+static inline int next_group(int left) {
+  if (left <= GROUP) return left;
+  return left < 2 * GROUP ? (left + 1) / 2 : GROUP;
+}
 
 // Compute `halves` times 16 columns of c[rows, 32] = a . panel for the features [low, high), which
 // are whole units. There are at most GROUP rows. The rest is as in `product`.
 static inline __attribute__((always_inline)) void multiply_group(
     const element* a, int64_t a_stride, int64_t a_step, const int rows, const element* panel,
-    int64_t low, int64_t high, const int halves, int add, float* c, int64_t c_stride) {
+    int64_t low, int64_t high, const int halves, int64_t ahead, int add, float* c,
+    int64_t c_stride) {
   vec sums[GROUP][HALVES];
 #pragma GCC unroll 8
   for (int i = 0; i < rows; i++)
@@ -165,8 +175,11 @@ static inline __attribute__((always_inline)) void multiply_group(
     const int64_t end = min64(high - step * STEP, STEP);
     for (int64_t at = max64(low - step * STEP, 0); at < end; at += UNIT) {
       Units columns[HALVES];
-      for (int half = 0; half < halves; half++)
-        columns[half] = load_units(from + at * TILE + half * TILE_ELEMENTS);
+      for (int half = 0; half < halves; half++) {
+        const element* line = from + at * TILE + half * TILE_ELEMENTS;
+        columns[half] = load_units(line);
+        __builtin_prefetch((const char*)line + ahead, 0, 2);
+      }
 #pragma GCC unroll 8
       for (int i = 0; i < rows; i++) {
         const Units x = all_units(line + i * a_stride + at);
@@ -186,24 +199,25 @@ static inline void multiply_halves(const element* a, int64_t a_stride, int64_t a
                                    const element* panel, int64_t low, int64_t high, int first,
                                    int last, int add, float* c, int64_t c_stride) {
   if (HALVES == 2 && last - first == 2) {
-    multiply_group(a, a_stride, a_step, GROUP, panel, low, high, HALVES, add, c, c_stride);
+    multiply_group(a, a_stride, a_step, GROUP, panel, low, high, HALVES, 0, add, c, c_stride);
     return;
   }
   for (int half = first; half < last; half++)
-    multiply_group(a, a_stride, a_step, GROUP, panel + half * TILE_ELEMENTS, low, high, 1, add,
+    multiply_group(a, a_stride, a_step, GROUP, panel + half * TILE_ELEMENTS, low, high, 1, 0, add,
                    c + half * TILE, c_stride);
 }
 
 static void product(const element* a, int64_t a_stride, int64_t a_step, int64_t a_lower, int rows,
-                    const element* panel, int64_t steps, int add, float* c, int64_t c_stride) {
+                    const element* panel, int64_t steps, int64_t ahead, int add, float* c,
+                    int64_t c_stride) {
   for (; rows > 0; rows -= TILE, a += a_lower, c += TILE * c_stride) {
     const int tile = rows < TILE ? rows : TILE;
-    for (int i = 0; i < groups_of_rows(tile); i++) {
-      const int first = start_of_group(i, tile), number = start_of_group(i + 1, tile) - first;
+    for (int first = 0, number; first < tile; first += number) {
+      number = next_group(tile - first);
       for (int half = 0; half < 2; half += HALVES)
         BY_ROWS(number, multiply_group(a + first * a_stride, a_stride, a_step, count,
-                                       panel + half * TILE_ELEMENTS, 0, steps * STEP, HALVES, add,
-                                       c + first * c_stride + half * TILE, c_stride))
+                                       panel + half * TILE_ELEMENTS, 0, steps * STEP, HALVES, ahead,
+                                       add, c + first * c_stride + half * TILE, c_stride))
     }
   }
 }

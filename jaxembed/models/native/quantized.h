@@ -64,7 +64,7 @@ static inline void finish_group(ints sums, RowScale row, const float* of_columns
 // `quantized_product` adds the product of a group of features, for as many rows as `whole_rows` says,
 // with a panel to sums[rows, 32], or sets it there unless `add` is set. `x` is in tiles, with `lower` bytes from one 16 rows to the next;
 // `of_rows` are the scales of the group, `groups` from row to row. `of_columns` are the scales of the
-// panel's group.
+// panel's group. What comes `ahead` bytes after the panel is fetched.
 #ifdef __AMX_INT8__
 static inline void product_of_bytes(const uint8_t* x, int64_t lower, int rows, const int8_t* panel,
                                     int64_t steps, int32_t* out) {
@@ -93,7 +93,9 @@ static inline void product_of_bytes(const uint8_t* x, int64_t lower, int rows, c
 
 static inline void quantized_product(const uint8_t* x, int64_t lower, int rows,
                                      const RowScale* of_rows, int64_t groups, const int8_t* panel,
-                                     const float* of_columns, int64_t steps, int add, float* sums) {
+                                     const float* of_columns, int64_t steps, int64_t ahead, int add,
+                                     float* sums) {
+  (void)ahead;
   int32_t out[PANEL * PANEL] __attribute__((aligned(64)));
   product_of_bytes(x, lower, rows, panel, steps, out);
   __asm__ volatile("" ::: "memory");
@@ -105,7 +107,7 @@ static inline void quantized_product(const uint8_t* x, int64_t lower, int rows,
 #else
 static inline __attribute__((always_inline)) void quantized_group(
     const uint8_t* x, const int rows, const RowScale* of_rows, int64_t groups, const int8_t* panel,
-    const float* of_columns, int64_t steps, int add, float* sums) {
+    const float* of_columns, int64_t steps, int64_t ahead, int add, float* sums) {
   ints totals[GROUP][HALVES];
 #pragma GCC unroll 8
   for (int i = 0; i < rows; i++)
@@ -113,8 +115,11 @@ static inline __attribute__((always_inline)) void quantized_group(
   for (int64_t step = 0; step < steps; step++, x += BYTES_TILE, panel += 2 * BYTES_TILE)
     for (int at = 0; at < BYTES_STEP; at += BYTES) {
       Signed columns[HALVES];
-      for (int half = 0; half < HALVES; half++)
-        columns[half] = load_signed(panel + at * TILE + half * BYTES_TILE);
+      for (int half = 0; half < HALVES; half++) {
+        const int8_t* line = panel + at * TILE + half * BYTES_TILE;
+        columns[half] = load_signed(line);
+        __builtin_prefetch(line + ahead, 0, 2);
+      }
 #pragma GCC unroll 8
       for (int i = 0; i < rows; i++) {
         const Unsigned four = all_unsigned(x + i * BYTES_STEP + at);
@@ -131,15 +136,15 @@ static inline __attribute__((always_inline)) void quantized_group(
 
 static void quantized_product(const uint8_t* x, int64_t lower, int rows, const RowScale* of_rows,
                               int64_t groups, const int8_t* panel, const float* of_columns,
-                              int64_t steps, int add, float* sums) {
+                              int64_t steps, int64_t ahead, int add, float* sums) {
   for (; rows > 0; rows -= TILE, x += lower, of_rows += TILE * groups, sums += TILE * PANEL) {
     const int tile = rows < TILE ? rows : TILE;
-    for (int i = 0; i < groups_of_rows(tile); i++) {
-      const int first = start_of_group(i, tile), number = start_of_group(i + 1, tile) - first;
+    for (int first = 0, number; first < tile; first += number) {
+      number = next_group(tile - first);
       for (int half = 0; half < 2; half += HALVES)
         BY_ROWS(number, quantized_group(x + first * BYTES_STEP, count, of_rows + first * groups,
                                         groups, panel + half * BYTES_TILE, of_columns + half * TILE,
-                                        steps, add, sums + first * PANEL + half * TILE))
+                                        steps, ahead, add, sums + first * PANEL + half * TILE))
     }
   }
 }
