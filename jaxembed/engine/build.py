@@ -216,8 +216,8 @@ def _native_choice(
         )
     if program.quantize == "int8-weights" and choice.native_layout:
         logger.warning(
-            "--quantize int8-weights saves memory, but its layers run without native kernels, "
-            "which takes several times as long; int8 is faster"
+            "--quantize int8-weights saves memory, but XLA multiplies its weights, which takes "
+            "several times as long as native kernels; int8 is faster"
         )
     return choice
 

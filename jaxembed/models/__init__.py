@@ -47,7 +47,7 @@ class Model(nnx.Module):
         if self.image is not None:
             assert tokens.pixels is not None
             tokens = replace(tokens, pixels=normalized_pixels(tokens.pixels, self.image))
-        # the patches of an image are no tokens, and a tower may move them
+        # a tower of images may have more patches than tokens
         segments = tokens.segments if self.image is None else None
         with adapters.chosen(tokens.adapters), native.skipping_padding(segments):
             hidden = self.tower(tokens)

@@ -190,31 +190,36 @@ def test_rows_of_several_sequences_are_multiplied_one_by_one(way):
 @pytest.mark.parametrize("end", each(native.EPILOGUES, "norm"))
 @pytest.mark.parametrize("is_quantized", [False, True])
 def test_skipped_padding_is_zeros_and_changes_no_other_bit(way, end, is_quantized):
-    """Wherever it lies, and for any number of rows that are left of a tile."""
-    k, n = 128, 96
+    """Wherever it lies. With adapters, groups of other rows add in another order."""
+    k, n, shape = 128, 96, (3, 176)
     columns = 2 * n if end.startswith("gated") else n
-    kernel = kernel_of(k, columns)
-    weight: Any = panels(kernel)
-    if is_quantized:
-        weight = native.packed_quantized(kernel, 2, "bfloat16")
-    rest = (*map(jnp.asarray, (drawn(3, 176, n, seed=3), *drawn(2, n, seed=4))), 1e-6)
-    x, draw = drawn(3, 176, k), np.random.default_rng(6)
+    kernel, draw = kernel_of(k, columns), np.random.default_rng(6)
+    weight: Any = native.packed_quantized(kernel, 2, "bfloat16") if is_quantized else panels(kernel)
+    numbers = draw.integers(0, 3, shape).astype(np.int32)
+    adapters = adapters_of(k, columns, numbers, (8, 16))
+    adapters = adapters._replace(down=adapters.down / k, up=adapters.up / 4)
+    x, residual = drawn(*shape, k), drawn(*shape, n, seed=3)
+    rest = (*map(jnp.asarray, drawn(2, n, seed=4)), 1e-6)
 
     @jax.jit
-    def run(x, segments, weight):
-        norm = rest if end == "norm" else None
-        whole = native.linear(x, weight, None, end, norm=norm)
-        with native.skipping_padding(segments):
-            return whole, native.linear(x, weight, None, end, norm=norm)
+    def run(x, residual, segments, weight, adapters):
+        norm = (residual, *rest) if end == "norm" else None
+        whole, got = [], []
+        for one in (None, adapters):
+            whole.append(native.linear(x, weight, None, end, norm=norm, adapters=one))
+            with native.skipping_padding(segments):
+                got.append(native.linear(x, weight, None, end, norm=norm, adapters=one))
+        return whole, got
 
     for share in (0.0, 0.03, 0.3, 0.9, 1.0):
-        segments = (draw.random((3, 176)) < share).astype(np.int32)
-        x[segments == 0] = np.nan
-        whole, got = map(np.asarray, run(x, segments, weight))
-        x[segments == 0] = 1.0
-        np.testing.assert_array_equal(got[segments != 0], whole[segments != 0])
-        assert np.isfinite(got).all()
-        np.testing.assert_array_equal(got[segments == 0], 0.0)
+        segments = (draw.random(shape) < share).astype(np.int32)
+        inputs = [np.where(segments[..., None] != 0, y, np.float32("nan")) for y in (x, residual)]
+        whole, got = run(*inputs, segments, weight, adapters)
+        for y in map(np.asarray, got):
+            np.testing.assert_array_equal(y[segments == 0], 0.0)
+        real = segments != 0
+        np.testing.assert_array_equal(np.asarray(got[0])[real], np.asarray(whole[0])[real])
+        assert_near(got[1][real], np.asarray(whole[1])[real], "float32", atol=1e-4)
 
 
 def test_only_kernels_of_whole_panels_are_packable():

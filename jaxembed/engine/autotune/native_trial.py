@@ -207,7 +207,7 @@ def _plain(call: native.NativeCall) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _operands_of(call: native.NativeCall) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Make random operands for a native call, with NaN in the padding of attention.
+    """Make random operands for a native call, with NaN in padding.
 
     Returns two dicts of arrays by name: first with plain weights for XLA, then with packed weights
     for the native call.

@@ -51,8 +51,8 @@ static inline int64_t in_tiles(int64_t k, int64_t row, int64_t feature) {
   return row / TILE * TILE * k + feature / STEP * TILE_ELEMENTS + row % TILE * STEP;
 }
 
-// Compute what the adapters add for the `count` rows in `at`, before `up`. `x` has their k features in
-// tiles; the result goes to `narrow`, in tiles too, and for each group to `taken`. `sums` has room
+// Compute what the adapters add for the `count` rows in `at`, before `up`. `x` has their k features
+// in tiles; the result goes to `narrow`, in tiles too, and for each group to `taken`. `sums` has room
 // for 32 rows of a panel.
 static void narrow_rows(const Adapters* a, int64_t k, const element* x, const int32_t* at,
                         int64_t count, element* narrow, Taken* taken, float* sums) {

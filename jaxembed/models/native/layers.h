@@ -54,7 +54,6 @@ static int mlp_item(const void* arguments, int64_t item) {
   up.x = hidden;
   up.y_in_tiles = !is_quantized;
   up.y = is_quantized ? inner : last.tiles;
-  if (rows.count % TILE && !is_quantized) memset(last.tiles, 0, block * width * sizeof(element));
   divide(&up, size, memory, &laid);
   lay_out(&up, rows, 0, &laid, sums);
   multiply(&up, &laid, rows, 0, width, sums);
@@ -98,7 +97,7 @@ static int self_attention_item(const void* arguments, int64_t item) {
   element* joint = (element*)((char*)at + bytes_of_rows(block));
   t.segments += first_row * t.length;
   l.segments = t.segments;
-  const Rows live = rows_of(&l, 0, tokens, at);
+  const Rows live = rows_of(&l, 0, tokens, at);  // `joint` has anything in padding, as `attend` may
   Laid laid;
   divide(&l, tokens, of_laid, &laid);
 

@@ -32,8 +32,7 @@ typedef struct {
   atomic_int* unfinished;  // number of unfinished items of each block; the last computes the norm
 } Linear;
 
-// Rows that are computed, in order. Padding is not computed: its input may be NaN, and its output is
-// zeros.
+// Rows that are computed, in order. Padding is not computed: its input may be NaN.
 typedef struct {
   const int32_t* at;
   int64_t count;

@@ -62,7 +62,7 @@ enum { BIASED = 1, ROTATED = 2 };
 enum { ADAPTED = 8, ADAPTS_OUT = 16, ADAPTS_UP = 32, ADAPTS_DOWN = 64 };
 // Another one: the weights of all products but adapters are quantized (quantized.h), and scales come.
 enum { QUANTIZED = 128 };
-// Another one, of products alone: segments come, and padding is not computed.
+// Another one, in linear and mlp: segments come, and padding is not computed.
 enum { PADDED = 256 };
 enum { BITS_OF_LINEAR = ADAPTED | QUANTIZED | PADDED };
 enum { BITS_OF_MLP = BITS_OF_LINEAR | ADAPTS_OUT | ADAPTS_UP | ADAPTS_DOWN };

@@ -8,14 +8,13 @@
 
 #include "vectors.h"
 
-// A weight that is read for the first time is fetched into the second-level cache so many bytes
-// ahead, or a lone query would wait for the memory at every step. AMX was not measured.
+// A weight that is read for the first time is prefetched into the second-level cache so many bytes
+// ahead, or a lone query would wait for the memory at every step. Builds with AMX do not prefetch.
 enum { AHEAD = 1 << 14 };
 
 // Compute c[rows, 32] = a[rows, STEP * steps] . panel for at most 32 rows, or add it to c if `add` is
 // set. `rows` must be what `whole_rows` says. `a_step` is the distance in elements from one step of a
-// to the next, `a_lower` that to its second 16 rows. What comes `ahead` bytes after the panel is
-// fetched.
+// to the next, `a_lower` that to its second 16 rows. The weight `ahead` bytes further on is prefetched.
 #ifdef __AMX_BF16__
 static inline void product(const element* a, int64_t a_stride, int64_t a_step, int64_t a_lower,
                            int rows, const element* panel, int64_t steps, int64_t ahead, int add,
@@ -171,7 +170,7 @@ static inline __attribute__((always_inline)) void multiply_group(
     for (int half = 0; half < halves; half++)
       sums[i][half] = add ? v_load(c + i * c_stride + half * TILE) : v_all(0.0f);
   for (int64_t step = low / STEP; step * STEP < high; step++) {
-    const element *line = a + step * a_step, *from = panel + step * 2 * TILE_ELEMENTS;
+    const element *row = a + step * a_step, *from = panel + step * 2 * TILE_ELEMENTS;
     const int64_t end = min64(high - step * STEP, STEP);
     for (int64_t at = max64(low - step * STEP, 0); at < end; at += UNIT) {
       Units columns[HALVES];
@@ -182,7 +181,7 @@ static inline __attribute__((always_inline)) void multiply_group(
       }
 #pragma GCC unroll 8
       for (int i = 0; i < rows; i++) {
-        const Units x = all_units(line + i * a_stride + at);
+        const Units x = all_units(row + i * a_stride + at);
         for (int half = 0; half < halves; half++)
           sums[i][half] = multiply_units(sums[i][half], x, columns[half]);
       }

@@ -62,9 +62,9 @@ static inline void finish_group(ints sums, RowScale row, const float* of_columns
 }
 
 // `quantized_product` adds the product of a group of features, for as many rows as `whole_rows` says,
-// with a panel to sums[rows, 32], or sets it there unless `add` is set. `x` is in tiles, with `lower` bytes from one 16 rows to the next;
-// `of_rows` are the scales of the group, `groups` from row to row. `of_columns` are the scales of the
-// panel's group. What comes `ahead` bytes after the panel is fetched.
+// with a panel to sums[rows, 32], or sets it there unless `add` is set. `x` is in tiles, with `lower`
+// bytes from one 16 rows to the next; `of_rows` are the scales of the group, `groups` from row to row.
+// `of_columns` are the scales of the panel's group. The weight `ahead` bytes further on is prefetched.
 #ifdef __AMX_INT8__
 static inline void product_of_bytes(const uint8_t* x, int64_t lower, int rows, const int8_t* panel,
                                     int64_t steps, int32_t* out) {
