@@ -36,11 +36,12 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure the three servers in turns, and print and write the results."""
     args = parse(argv)
+    flags = [*bench_peers.FLAGS, *args.flags]
     checkouts = {NOW: report.ROOT, BEFORE: args.before, CONTROL: args.before}
     with ExitStack() as stack:
         running = {}
         for name, checkout in checkouts.items():
-            server = servers.jaxembed(None, args.flags, checkout, until=servers.COMPILED)
+            server = servers.jaxembed(None, flags, checkout, until=servers.COMPILED)
             running[name] = stack.enter_context(server)
             while running[name].idle_share() > IDLE_SHARE:
                 pass
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "model": "all-MiniLM-L6-v2",
         "before": report.commit(args.before),
         "bulk": args.bulk,
-        "flags": args.flags,
+        "flags": flags,
         "idle_cpu": idle,
         "ratios": ratios,
         "summary": table,

@@ -26,7 +26,7 @@ from benchmarks.load import Closed, Load, Open
 from benchmarks.servers import Server
 
 OURS, PEER = "jaxembed", "infinity"
-# Bulk has more tokens under way than a server on a CPU admits by default; Infinity has no limit.
+# Bulk has more tokens under way than our server admits on a CPU by default; Infinity has no limit.
 FLAGS = ("--max-queue-tokens", "1000000")
 # The ratios of our server to the peer: scenario, load, figure, and whether more of it is better.
 RATIOS = {

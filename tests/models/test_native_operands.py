@@ -125,7 +125,7 @@ def calls_of(rows: int, length: int, dtype: str = "bfloat16") -> dict[str, Made]
         calls[f"{name} and adapters"] = adapted(calls[name], products)
     for name in ("linear and adapters", "linear with a norm", "linear with a gate", "mlp"):
         padding = {"segments": np.ones(calls[name].shape[:2], np.int32)}
-        calls[f"{name} without padding"] = calls[name].and_more(padding, native.PADDED)
+        calls[f"{name} and segments"] = calls[name].and_more(padding, native.PADDED)
     if dtype == "float32":
         return {name: made.in_float32() for name, made in calls.items()}
     return calls

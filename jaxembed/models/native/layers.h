@@ -45,7 +45,7 @@ static int mlp_item(const void* arguments, int64_t item) {
   down.segments = out.segments;
   clear_padding(&down, 0, size, 0, dim);
   const Rows rows =
-      rows_of(&out, 0, size, (int32_t*)(memory + outer + laid_bytes(&m->down, block)));
+      live_rows(&out, 0, size, (int32_t*)(memory + outer + laid_bytes(&m->down, block)));
   divide(&out, size, memory, &laid);
   lay_out(&out, rows, 0, &laid, sums);
   multiply(&out, &laid, rows, 0, dim, sums);
@@ -97,7 +97,8 @@ static int self_attention_item(const void* arguments, int64_t item) {
   element* joint = (element*)((char*)at + bytes_of_rows(block));
   t.segments += first_row * t.length;
   l.segments = t.segments;
-  const Rows live = rows_of(&l, 0, tokens, at);  // `joint` has anything in padding, as `attend` may
+  // nothing is written to `joint` in padding, which `attend` does not use
+  const Rows live = live_rows(&l, 0, tokens, at);
   Laid laid;
   divide(&l, tokens, of_laid, &laid);
 

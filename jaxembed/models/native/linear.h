@@ -39,7 +39,7 @@ typedef struct {
 } Rows;
 
 // Write those of the rows [first, last) that are no padding to `at`.
-static Rows rows_of(const Linear* l, int64_t first, int64_t last, int32_t* at) {
+static Rows live_rows(const Linear* l, int64_t first, int64_t last, int32_t* at) {
   Rows rows = {at, 0};
   for (int64_t row = first; row < last; row++)
     if (!l->segments || l->segments[row]) at[rows.count++] = (int32_t)row;
@@ -262,7 +262,7 @@ static int linear_item(const void* arguments, int64_t item) {
                         bytes_of_rows(l->block));
   if (!sums) return -1;
   char* memory = (char*)(sums + sums_of(l, l->block));
-  const Rows rows = rows_of(l, first, last, (int32_t*)(memory + laid_bytes(l, l->block)));
+  const Rows rows = live_rows(l, first, last, (int32_t*)(memory + laid_bytes(l, l->block)));
   divide(l, rows.count, memory, &laid);
   clear_padding(l, first, last, start, end);
   lay_out(l, rows, 0, &laid, sums);
