@@ -15,8 +15,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -35,7 +37,7 @@ from jaxembed.engine.future import Answers, WorkFuture, fail_sequences
 from jaxembed.engine.queue import RequestQueue
 from jaxembed.engine.recovery import Recovery, reference_to
 from jaxembed.engine.replica import Runner
-from jaxembed.engine.scheduler import DeviceScheduler, VirtualTime, Waiter
+from jaxembed.engine.scheduler import Busy, DeviceScheduler, VirtualTime, Waiter
 from jaxembed.engine.watchdog import OVERDUE_S, Watchdog, WatchedCall
 from jaxembed.errors import (
     BackendError,
@@ -353,6 +355,7 @@ class Engine:
         priority: Priority | None = None,
         trace: FutureTrace | None = None,
         call_soon: Callable[[Callable[[], object]], object] | None = None,
+        blocking: bool = False,
     ) -> WorkFuture:
         """Queue one request and return its future.
 
@@ -361,7 +364,9 @@ class Engine:
         and a large request is bulk. Equal sequences that wait at the same time, even in different
         requests, are computed once. `trace` belongs to a request that is traced. An event loop
         gives its `call_soon`, so that it queues all requests that have arrived before an engine
-        thread competes with it for the interpreter.
+        thread competes with it for the interpreter. A thread that is going to wait for the answer
+        sets `blocking`: if nothing else waits and a device is free, it runs a lone interactive
+        sequence itself, because another thread would start 0.1 ms later.
 
         Raises InvalidInput for an unknown priority, EmptyInput, InputTooLong or TooManySpans for a
         sequence that no bucket can hold, BackendError if the engine is closed or the model could
@@ -387,13 +392,16 @@ class Engine:
                 raise BackendError(NOT_COMPILED)
             if self.stuck:
                 raise DeviceStuck
+            is_lone = blocking and len(future.sequences) == 1 and not self._queue.runnable
             if future.sequences:
                 self._queue.add(future, priority)
                 self._is_traced |= trace is not None
-                if call_soon is None:
-                    self._wake_some()
-                else:
+                if call_soon is not None:
                     call_soon(self._wake_some)
+                elif not is_lone:
+                    self._wake_some()
+        if is_lone:
+            self._serve_here(future)
         if cached is not None:
             cached.resolve(future.queued_at, seconds=0.0)
         return future
@@ -474,16 +482,30 @@ class Engine:
                 logger.exception("a worker could not take a batch. This is a bug in jaxembed")
                 self._fail_waiting(BackendError(INTERNAL))
 
-    def _serve_batch(self, worker: Worker) -> None:
+    def _serve_here(self, future: WorkFuture) -> None:
+        """Run the batch of a request in the thread that has queued it, if the request is
+        interactive and a device is free; otherwise wake a thread of a worker."""
+        try:
+            if future.interactive:
+                for worker in filter(attrgetter("healthy"), self.workers):
+                    with suppress(Busy):
+                        self._serve_batch(worker, wait=False)
+                        break
+        finally:
+            if not future.complete:
+                self._wake_some()
+
+    def _serve_batch(self, worker: Worker, *, wait: bool = True) -> None:
         """Wait for the worker's device, take a batch (or a probe), run it, and write its answers.
 
         Returns early if there is no batch. Sequences that fail are run once more on another worker,
         if there is a healthy one. Every other sequence of the batch gets an answer or an error,
-        even if an exception is raised.
+        even if an exception is raised. Raises Busy if `wait` is false and the device is in use, and
+        KeyboardInterrupt.
         """
-        batch = None
+        batch, urgency = None, partial(self._urgency, worker)
         try:
-            with worker.scheduler.hold(partial(self._urgency, worker), worker.share) as waiter:
+            with worker.scheduler.hold(urgency, worker.share, wait=wait) as waiter:
                 granted_at = time.monotonic()
                 batch, is_last_try = self._take_batch(worker)
                 if batch is None and worker.sick:
@@ -514,8 +536,11 @@ class Engine:
                 if self._cache is not None:
                     self._cache.keep(answers)
                 answers.resolve(started_at, seconds)
-        except BaseException:  # a thread that ends must not leave its batch unanswered
+        except BaseException as error:  # a thread that ends must not leave its batch unanswered
             if batch is None:
+                raise
+            if isinstance(error, KeyboardInterrupt):
+                fail_sequences(batch.sequences, BackendError("the computation was interrupted"))
                 raise
             logger.exception("a batch could not be answered. This is a bug in jaxembed")
             fail_sequences(batch.sequences, BackendError(INTERNAL))

@@ -103,7 +103,6 @@ class Replica:
         named = zip(program.shapes, program.order(parameters), strict=True)
         (placed,) = place_parameters(program, named, [devices], dtype, native_layout)
         self._parameters = [placed[name] for name in program.shapes]
-        self._by_rows, self._by_places = _by_rows(self._mesh), _by_places(self._mesh)
 
     def lower(self, bucket: Bucket, for_any: bool = False) -> LoweredBucket:
         """Lower the programs of a bucket for the replica's devices, or with `for_any` also for
@@ -194,15 +193,13 @@ class Replica:
         variants = self._variants if dtype == self.dtype else [self.outputs]
         outputs = next(variant for variant in variants if set(wanted) <= set(variant))
         program = self._programs[bucket, dtype, outputs]
-        inputs, shardings = [planes], [self._by_rows]
-        if used is not None:
-            inputs, shardings = [planes, used.order], [self._by_rows, self._by_places]
-        placed = jax.device_put(inputs, shardings)
+        # the program itself copies its inputs to the device, in less time than jax.device_put
+        inputs = (planes,) if used is None else (planes, used.order)
         with ExitStack() as locks:
             if self._program.degree > 1:
                 for device in sorted(self.devices, key=lambda device: device.id):
                     locks.enter_context(_starting[device])
-            return program(self._parameters, *placed)
+            return program(self._parameters, *inputs)
 
     @property
     def float32_bucket(self) -> Bucket | None:

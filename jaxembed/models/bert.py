@@ -210,7 +210,7 @@ class BertLayer(nnx.Module):
         supports_up = (
             native.supports_gated(up[0], mlp.activation) if mlp.gated else mlp.activation == "gelu"
         )
-        supports_mlp = supports_up and native.supports_mlp(hidden, out[0], up[0], down[0])
+        supports_mlp = supports_up and native.supports_mlp(out[0], up[0], down[0])
         if supports_mlp and self.residual_norm is None and is_native("mlp"):
             return native.mlp(
                 mixed.astype(out[0].dtype),

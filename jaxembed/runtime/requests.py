@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import sqrt
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -346,11 +347,10 @@ def shape_vectors(
     if not normalize:
         return cut
     # In float64, because squares can overflow float32.
-    lengths = np.einsum("nd,nd->n", cut, cut, dtype=np.float64)
-    np.sqrt(lengths, out=lengths)
-    np.maximum(lengths, LEAST, out=lengths)  # no division by zero
+    squares = np.einsum("nd,nd->n", cut, cut, dtype=np.float64)
     if len(cut) == 1:  # the same result in half the time, because it needs no buffers
-        return (cut / lengths).astype(np.float32)
+        return np.divide(cut, max(sqrt(squares[0]), LEAST), dtype=np.float64).astype(np.float32)
+    lengths = np.maximum(np.sqrt(squares, out=squares), LEAST)  # no division by zero
     # Divide in float64 and round once, in numpy's small buffers and not a second matrix.
     return np.divide(cut, lengths[:, None], out=np.empty_like(cut), casting="same_kind")
 

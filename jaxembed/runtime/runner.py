@@ -188,7 +188,7 @@ class QueueRunner(RequestRunner):
             self._run_short(request, job) or self._run_jobs(request, job), request
         )
         tokenization_s = time.monotonic() - started_at
-        future = self._engine.submit(tokenized.work, priority=request.priority)
+        future = self._engine.submit(tokenized.work, priority=request.priority, blocking=True)
         try:
             future.result()
         except BaseException:

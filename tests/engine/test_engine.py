@@ -78,6 +78,45 @@ def test_many_threads_get_their_own_answers(start):
     assert engine.tokens_per_s > 0
 
 
+def test_a_thread_that_waits_runs_a_lone_short_text_itself_on_a_free_device(start, runner):
+    engine, names = compiled(start(runner)), []
+    runner.on_run = lambda bucket, planes: names.append(threading.current_thread().name)
+    assert sums(engine.ask([encoding(5)], blocking=True)) == [5.0]
+    entered(runner)
+    assert names == [threading.current_thread().name]
+    first = blocked(engine, runner)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(lambda: sums(engine.ask([encoding(6)], blocking=True)))
+        until(lambda: engine.waiting == (1, 1))
+        runner.gate.set()
+        assert (sums(first), second.result(WAIT_S)) == ([10.0], [6.0])
+    for others in ([encoding(7), encoding(8)], [encoding(*[9] * 60)]):
+        sums(engine.ask(others, blocking=True))
+    assert len(names) == 5
+    assert all(name.startswith("worker-") for name in names[1:])
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda engine: (engine.workers[0].runner, "run"),
+        lambda engine: (engine.workers[0].scheduler, "charge"),
+        lambda engine: (engine, "_note"),
+    ],
+)
+def test_a_thread_that_is_interrupted_while_it_runs_a_text_leaves_nothing_behind(
+    start, runner, monkeypatch, part
+):
+    engine = compiled(start(runner))
+    with monkeypatch.context() as patch:
+        patch.setattr(*part(engine), raising(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            engine.ask([encoding(5)], blocking=True)
+    assert engine.waiting == (0, 0)
+    assert engine.workers[0].scheduler.idle_s > 0
+    assert [sums(engine.ask([encoding(6)], blocking=one)) for one in (True, False)] == [[6.0]] * 2
+
+
 def test_no_batch_holds_more_than_max_batch_requests(start, runner):
     engine = start(runner, max_batch_requests=2)
     first = blocked(engine, runner)

@@ -161,9 +161,9 @@ def make_attention(dtype: str, groups: int = 0) -> None:
 
 
 def make_mlps(dtype: str, groups: int = 0) -> None:
-    """`mlp` gated and not, with adapters and without."""
-    dim, width = (128, 192) if groups else (64, 224)
-    for rows, length in ((1, 7), (3, 48), (1, 144)):
+    """`mlp` gated and not, with adapters and without. Threads share the columns of the last."""
+    dim, narrow = (128, 192) if groups else (64, 224)
+    for rows, length, width in ((1, 7, narrow), (3, 48, narrow), (1, 40, 960)):
         hidden = single(rows, length, dim)
         out = weight(dim, dim, dtype, min(groups, 2)), *(single(dim),) * 3
         down = weight(width, dim, dtype, groups), *(single(dim),) * 3

@@ -33,9 +33,15 @@ from jaxembed.models.quantized import dequantized, quantized
 from jaxembed.models.rope import Rotation
 from jaxembed.platform.cores import MAX_WAITED, core_count, timed
 
-# The tried buckets, with few tokens and with many, because a model makes different native calls for
-# them. They are fixed, because the trials come before the grid is chosen.
-TRIED = (Bucket(2, 16), Bucket(8, 128))
+# The native calls that compute half a layer; without them a layer makes several calls.
+HALVES = frozenset({"self_attention", "mlp"})
+# The tried buckets, with few tokens and with many, and the native calls that are not used there.
+# They are fixed, because the trials come before the grid is chosen.
+TRIED = (
+    (Bucket(2, 16), HALVES),
+    (Bucket(2, 16), frozenset[str]()),
+    (Bucket(8, 128), frozenset[str]()),
+)
 TRIAL_S = 20.0  # time limit of all trials; native calls that are not tried by then are not used
 RUNS = 30  # largest number of runs; the fastest run counts, because the machine may be busy
 RUNS_S = 0.05  # fewer runs, but at least three, are enough after these seconds
@@ -50,7 +56,7 @@ MAX_DIFFERENCE = {"bfloat16": 0.02, "float32": 1e-4}
 MAX_QUANTIZED_DIFFERENCE = 0.05
 # Name of a native call -> names of the native calls that it needs. They need `linear`, because
 # weights are packed into panels only if `linear` is used.
-NEEDED = {name: {"linear"} for name in (*native.EPILOGUES[1:], "self_attention", "mlp")}
+NEEDED = {name: {"linear"} for name in (*native.EPILOGUES[1:], *HALVES)}
 RUN = 8  # number of neighbouring tokens or columns with the same adapter
 GATED = "gated_"  # begins the name of a gated native call; the name of its activation follows
 LATE = f"was not tried within {TRIAL_S:.0f} s"
@@ -121,16 +127,17 @@ def try_native(program: Program, device: Device, dtype: DType) -> TrialResults:
 
 
 def native_calls_of(program: Program, dtype: DType) -> list[native.NativeCall]:
-    """Return the different native calls that a model makes with few and with many tokens."""
+    """Return the different native calls that a model makes with few and with many tokens, and those
+    that it makes in place of the calls for half a layer."""
     leaves = described_parameters(program, dtype, native_layout=True)
     calls: dict[native.NativeCall, None] = {}
-    for bucket in TRIED:
+    for bucket, without in TRIED:
         planes = jax.ShapeDtypeStruct((program.planes, bucket.rows, bucket.length), jnp.int32)
 
         def forward(leaves, planes, slots: int = bucket.slots):
             return program.forward(leaves, planes, slots, (program.primary,))
 
-        with using(ByNative(dtype=dtype)), native.recording(calls):
+        with using(ByNative(without, dtype)), native.recording(calls):
             jax.eval_shape(forward, leaves, planes)
     return list(calls)
 

@@ -1,11 +1,10 @@
 """Native kernels: matrix products and attention on x86-64 and Arm, written in C for XLA:CPU.
 
 XLA:CPU runs a transformer as many small loops over memory. With the kernels in calls.h a layer of
-BERT and similar models takes two calls, or five if the batch has few tokens; other backbones use
-kernels for matrix products and attention. The kernels multiply bfloat16, with AMX, AVX512_BF16 or
-BF16 of Arm, or float32, with AVX512F, with AVX2 and FMA or with NEON; the wheel for x86-64 holds a
-library for each of its four, that for Arm one for each of its two. On other CPUs XLA computes
-everything.
+BERT and similar models takes two calls; other backbones use kernels for matrix products and
+attention. The kernels multiply bfloat16, with AMX, AVX512_BF16 or BF16 of Arm, or float32, with
+AVX512F, with AVX2 and FMA or with NEON; the wheel for x86-64 holds a library for each of its four,
+that for Arm one for each of its two. On other CPUs XLA computes everything.
 """
 
 from collections.abc import Iterator, Mapping
@@ -324,14 +323,10 @@ def joint_attention(
     )
 
 
-def supports_mlp(hidden: Float[Array, "rows length dim"], *kernels: Any) -> bool:
-    """Whether `mlp` takes these hidden states and weights, and is faster than separate calls.
-
-    For few tokens separate products are faster, because the cores divide the columns of a product
-    among themselves. The weights must be all quantized, or none.
-    """
+def supports_mlp(*kernels: Any) -> bool:
+    """Whether `mlp` takes these weights, which must be all quantized, or none."""
     alike = len({isinstance(kernel, QuantizedWeight) for kernel in kernels}) == 1
-    return hidden.shape[0] * hidden.shape[1] > PANEL and alike and all(map(is_packed, kernels))
+    return alike and all(map(is_packed, kernels))
 
 
 def supports_self_attention(
@@ -340,11 +335,11 @@ def supports_self_attention(
     """Whether `self_attention` takes these hidden states and this weight, and is faster than two
     calls, one for the product and one for attention.
 
-    Two calls are faster for few tokens, and for rows that do not fit the cache of a core.
+    Two calls are faster for rows that do not fit the cache of a core.
     """
-    rows, length, dim = hidden.shape
+    _, length, dim = hidden.shape
     fits = takes(length, dim // heads) and length * dim <= MAX_ROW_ELEMENTS
-    return fits and rows * length > PANEL and is_packed(kernel)
+    return fits and is_packed(kernel)
 
 
 def self_attention(

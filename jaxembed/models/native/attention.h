@@ -206,7 +206,8 @@ static void attend(const Attention* t, int64_t row, int64_t first_group, int64_t
 }
 
 // A work item of attention: some groups of one row. Returns 0, or -1 if memory is short.
-static int attention_item(const void* arguments, int64_t item) {
+static int attention_item(const void* arguments, int64_t item, int64_t before) {
+  (void)before;
   const Attention* t = arguments;
   const int64_t parts_of_row = parts(t->groups, t->heads_per_item);
   const int64_t first = item % parts_of_row * t->heads_per_item;

@@ -53,11 +53,12 @@ static void bind_weight(const Bound* bound, const char* kernel, const char* scal
                              .group = l->k / of_scales->dims[1]};
 }
 
-enum {
-  MOST_SHARED = 64,       // with more blocks than this, threads do not share a block's columns
-  BLOCK_BYTES = 1 << 18,  // of a block of rows of x
-  MLP_BLOCK = 256 / sizeof(element),  // rows
-};
+enum { MLP_BLOCK = 256 / sizeof(element) };  // rows
+
+// The number of threads for a product of so many multiplications: few are not worth sharing.
+static int64_t threads_for(XLA_FFI_CallFrame* frame, double multiplications) {
+  return multiplications > 2e6 ? share_of_threads(frame) : 1;
+}
 
 // A linear layer; with mode NORM, the layer norm of its sum with a residual; with a gated mode, the
 // product of its two halves, the first activated.
@@ -89,21 +90,10 @@ XLA_FFI_Error* jaxembed_linear(XLA_FFI_CallFrame* frame) {
     l.scale = data_of(&bound, "scale");
     l.shift = data_of(&bound, "shift");
   }
-  // A block stays in the second-level cache. With few blocks, threads share the columns of each.
-  const int worth_sharing = (double)l.rows * l.k * l.n > 2e6;
-  const int64_t threads = worth_sharing ? share_of_threads(frame) : 1;
-  l.block = max64(PANEL, min64(128, BLOCK_BYTES / (int64_t)sizeof(element) / l.k / PANEL * PANEL));
-  const int64_t blocks = parts(l.rows, l.block);
-  l.columns = l.n;
-  if (blocks < threads && blocks <= MOST_SHARED)
-    l.columns = parts(parts(l.n, PANEL), parts(2 * threads, blocks)) * PANEL;
-  l.column_parts = parts(l.n, l.columns);
+  const int64_t threads = threads_for(frame, (double)l.rows * l.k * l.n);
   atomic_int unfinished[MOST_SHARED];
-  if (l.column_parts > 1) {
-    for (int64_t i = 0; i < blocks; i++) atomic_init(&unfinished[i], (int)l.column_parts);
-    l.unfinished = unfinished;
-  }
-  if (on_threads(frame, linear_item, &l, sizeof l, blocks * l.column_parts, threads))
+  const int64_t items = divide_into_items(&l, threads, unfinished);
+  if (on_threads(frame, linear_item, &l, sizeof l, items, threads))
     return out_of_memory(frame, "linear");
   return NULL;
 }
@@ -199,6 +189,30 @@ XLA_FFI_Error* jaxembed_self_attention(XLA_FFI_CallFrame* frame) {
   return NULL;
 }
 
+// Run an MLP in phases. Returns 0, or not 0 if memory is short.
+static int mlp_in_phases(XLA_FFI_CallFrame* frame, const Mlp* m, int64_t threads) {
+  const int64_t rows = m->rows, dim = m->out.n, inner = m->up.n;
+  float* hidden = malloc(rows * (dim * sizeof(float) + inner * sizeof(element)));
+  if (!hidden) return -1;
+  Phases p = {.products = {m->out, m->up, m->down}};
+  Linear *out = p.products, *up = out + 1, *down = out + 2;
+  element* wide = (element*)(hidden + rows * dim);
+  out->y = hidden, up->x = hidden, down->residual = hidden;
+  up->y = wide, down->x = wide;
+  up->y_in_tiles = 0;
+  atomic_int unfinished[PHASES][MOST_SHARED];
+  int64_t end = 0;
+  for (int phase = 0; phase < PHASES; phase++) {
+    Linear* l = &p.products[phase];
+    l->rows = rows;
+    l->segments = m->out.segments;
+    p.ends[phase] = end += divide_into_items(l, threads, unfinished[phase]);
+  }
+  const int failed = in_phases(frame, phase_item, &p, sizeof p, p.ends, threads);
+  free(hidden);
+  return failed;
+}
+
 // The rest of a BERT layer after attention.
 XLA_FFI_Error* jaxembed_mlp(XLA_FFI_CallFrame* frame) {
   if (asks_for_metadata(frame)) return NULL;
@@ -236,10 +250,12 @@ XLA_FFI_Error* jaxembed_mlp(XLA_FFI_CallFrame* frame) {
                               UP_NARROW);
   m.down.adapters = adapters_of(&bound, "down_adapter_down", "down_adapter_up",
                                 "down_adapter_owners", DOWN_NARROW);
-  const int64_t threads = share_of_threads(frame);
+  const int64_t threads = threads_for(frame, (double)m.rows * dim * inner);
   m.block = MLP_BLOCK;
   while (m.block > PANEL && parts(m.rows, m.block) < threads) m.block /= 2;
-  if (on_threads(frame, mlp_item, &m, sizeof m, parts(m.rows, m.block), threads))
-    return out_of_memory(frame, "mlp");
-  return NULL;
+  const int64_t blocks = parts(m.rows, m.block);
+  const int failed = blocks < threads
+                         ? mlp_in_phases(frame, &m, threads)
+                         : on_threads(frame, mlp_item, &m, sizeof m, blocks, threads);
+  return failed ? out_of_memory(frame, "mlp") : NULL;
 }

@@ -37,7 +37,7 @@ int jaxembed_check(void) {
   const Linear l = {.x = x, .kernel = kernel, .bias = bias, .y = y, .rows = ROWS, .k = K, .n = N,
                     .y_stride = N, .block = PANEL * 2, .columns = N, .column_parts = 1, .y_is_float = 1};
   tiles_on();
-  const int failed = linear_item(&l, 0);
+  const int failed = linear_item(&l, 0, -1);
   tiles_off();
   if (failed) return 3;
   for (int row = 0; row < ROWS; row++)

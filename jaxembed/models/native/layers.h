@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "threads.h"
 
 // The rest of a layer after attention: hidden <- norm(hidden + mixed . out), then
 // norm(hidden + gelu(hidden . up) . down), where `up` may be gated instead. It takes a block of rows
@@ -13,8 +14,9 @@ typedef struct {
   int64_t rows, block;
 } Mlp;
 
-// A work item of the MLP: one block of rows. Returns 0, or -1 if memory is short.
-static int mlp_item(const void* arguments, int64_t item) {
+// A work item of the MLP: one block of rows. See Work for the rest.
+static int mlp_item(const void* arguments, int64_t item, int64_t before) {
+  (void)before;
   const Mlp* m = arguments;
   const int64_t first = item * m->block, size = min64(m->block, m->rows - first);
   const int64_t dim = m->out.n, width = m->up.n, block = m->block;
@@ -66,6 +68,22 @@ static int mlp_item(const void* arguments, int64_t item) {
   return 0;
 }
 
+// The same in three phases, the products, whose items the threads share: with few rows there are too
+// few blocks for all threads.
+typedef struct {
+  Linear products[PHASES];
+  int64_t ends[PHASES];
+} Phases;
+
+// A work item of a product. See Work for the rest.
+static int phase_item(const void* arguments, int64_t item, int64_t before) {
+  const Phases* p = arguments;
+  int phase = 0;
+  while (item >= p->ends[phase]) phase++;
+  const int64_t first = phase ? p->ends[phase - 1] : 0;
+  return linear_item(&p->products[phase], item - first, before - first);
+}
+
 // Attention from the hidden states. An item has some heads of some rows, whose queries, keys and
 // values stay in the second-level cache.
 typedef struct {
@@ -74,8 +92,8 @@ typedef struct {
   int64_t rows_per_item;
 } SelfAttention;
 
-// A work item of self-attention. Returns 0, or -1 if memory is short.
-static int self_attention_item(const void* arguments, int64_t item) {
+// A work item of self-attention. See Work for the rest.
+static int self_attention_item(const void* arguments, int64_t item, int64_t before) {
   const SelfAttention* s = arguments;
   Attention t = s->attention;
   Linear l = s->qkv;
@@ -105,7 +123,8 @@ static int self_attention_item(const void* arguments, int64_t item) {
   l.x = (const float*)l.x + first_row * t.length * l.k;
   l.adapters = of_rows(l.adapters, first_row * t.length);
   l.y_stride = 3 * wide;
-  lay_out(&l, live, 0, &laid, sums);
+  const int is_laid_out = before >= 0 && before / head_parts == item / head_parts;
+  if (!is_laid_out) lay_out(&l, live, 0, &laid, sums);
   for (int of = 0; of < 3; of++) {  // queries, keys, values
     l.y = joint + of * wide;
     l.y_column = of * dim + first_head * t.width;

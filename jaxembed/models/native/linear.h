@@ -250,9 +250,8 @@ static void multiply(const Linear* l, const Laid* laid, Rows rows, int64_t start
   }
 }
 
-// A work item of a linear layer: some columns of a block of rows. Returns 0, or -1 if memory is
-// short.
-static int linear_item(const void* arguments, int64_t item) {
+// A work item of a linear layer: some columns of a block of rows. See Work for the rest.
+static int linear_item(const void* arguments, int64_t item, int64_t before) {
   const Linear* l = arguments;
   const int64_t block = item / l->column_parts, part = item % l->column_parts;
   const int64_t first = block * l->block, last = min64(first + l->block, l->rows);
@@ -265,10 +264,32 @@ static int linear_item(const void* arguments, int64_t item) {
   const Rows rows = live_rows(l, first, last, (int32_t*)(memory + laid_bytes(l, l->block)));
   divide(l, rows.count, memory, &laid);
   clear_padding(l, first, last, start, end);
-  lay_out(l, rows, 0, &laid, sums);
+  const int is_laid_out = before >= 0 && before / l->column_parts == block;
+  if (!is_laid_out) lay_out(l, rows, 0, &laid, sums);
   multiply(l, &laid, rows, start, end, sums);
   if (l->mode == NORM &&
       (l->column_parts == 1 || atomic_fetch_sub(&l->unfinished[block], 1) == 1))
     norm_rows(l, rows);
   return 0;
+}
+
+enum {
+  MOST_SHARED = 64,       // with more blocks than this, threads do not share a block's columns
+  BLOCK_BYTES = 1 << 18,  // of a block of rows of x
+};
+
+// Divide a linear layer into items for some threads, and return their number. A block stays in the
+// second-level cache. With few blocks, threads share the columns of each.
+static int64_t divide_into_items(Linear* l, int64_t threads, atomic_int unfinished[MOST_SHARED]) {
+  l->block = max64(PANEL, min64(128, BLOCK_BYTES / (int64_t)sizeof(element) / l->k / PANEL * PANEL));
+  const int64_t blocks = parts(l->rows, l->block);
+  l->columns = l->n;
+  if (blocks < threads && blocks <= MOST_SHARED)
+    l->columns = parts(parts(l->n, PANEL), parts(2 * threads, blocks)) * PANEL;
+  l->column_parts = parts(l->n, l->columns);
+  if (l->column_parts > 1) {
+    for (int64_t i = 0; i < blocks; i++) atomic_init(&unfinished[i], (int)l->column_parts);
+    l->unfinished = unfinished;
+  }
+  return blocks * l->column_parts;
 }

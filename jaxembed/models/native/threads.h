@@ -19,26 +19,41 @@ static inline void wait_a_little(void) {
 #endif
 }
 
-typedef int Work(const void* arguments, int64_t item);  // returns 0, or -1 if memory is short
+// Runs an item; `before` is the item of this call that the same thread ran before it, or -1. Returns
+// 0, or -1 if memory is short.
+typedef int Work(const void* arguments, int64_t item, int64_t before);
 
-// The items of one call. The last owner frees it.
+// The items of one call, in phases: an item starts when all items of earlier phases are done. The
+// last owner frees it.
+enum { PHASES = 3 };
 typedef struct {
   atomic_int owners;  // the call itself, and each scheduled helper
   atomic_int failed;
   atomic_llong next, done;
-  int64_t items;
+  int64_t ends[PHASES];  // the item after the last one of each phase
   Work* work;
   char arguments[];
 } Job;
 
 static atomic_int running;  // number of calls of this library that run now, of all programs
 
+// Wait until so many items are done.
+static void wait_for_items(Job* job, int64_t items) {
+  for (int spins = 0; atomic_load(&job->done) < items; spins++) {
+    if (spins < 200) wait_a_little();
+    else sched_yield();
+  }
+}
+
 // Run items until none is left to start.
 static void run_items(Job* job) {
-  for (;;) {
-    int64_t item = atomic_fetch_add(&job->next, 1);
-    if (item >= job->items) return;
-    if (job->work(job->arguments, item)) atomic_store(&job->failed, 1);
+  for (int64_t item, before = -1; (item = atomic_fetch_add(&job->next, 1)) < job->ends[PHASES - 1];
+       before = item) {
+    int64_t earlier = 0;
+    for (int phase = 0; phase < PHASES && job->ends[phase] <= item; phase++)
+      earlier = job->ends[phase];
+    wait_for_items(job, earlier);
+    if (job->work(job->arguments, item, before)) atomic_store(&job->failed, 1);
     atomic_fetch_add(&job->done, 1);
   }
 }
@@ -51,7 +66,7 @@ static void disown(Job* job) {
 // The task of a helper thread.
 static void help(void* data) {
   Job* job = data;
-  if (atomic_load(&job->next) < job->items) {
+  if (atomic_load(&job->next) < job->ends[PHASES - 1]) {
     tiles_on();
     run_items(job);
     tiles_off();
@@ -79,18 +94,19 @@ static int64_t share_of_threads(XLA_FFI_CallFrame* frame) {
   return max64(1, threads / (atomic_load(&running) + 1));
 }
 
-// Run the items on some threads, with a copy of the arguments. Returns when all are done: 0, or not
-// 0 if memory was short. Helpers that start too late find nothing to do. The call does not wait for
-// them, because they may be queued behind another program's work.
-static int on_threads(XLA_FFI_CallFrame* frame, Work* work, const void* arguments, size_t size,
-                      int64_t items, int64_t threads) {
+// Run the items of all phases on some threads, with a copy of the arguments. Returns when all are
+// done: 0, or not 0 if memory was short. Helpers that start too late find nothing to do. The call
+// does not wait for them, because they may be queued behind another program's work.
+static int in_phases(XLA_FFI_CallFrame* frame, Work* work, const void* arguments, size_t size,
+                     const int64_t ends[PHASES], int64_t threads) {
+  const int64_t items = ends[PHASES - 1];
   Job* job = malloc(sizeof(Job) + size);
   if (!job) return -1;
   atomic_init(&job->owners, 1);
   atomic_init(&job->failed, 0);
   atomic_init(&job->next, 0);
   atomic_init(&job->done, 0);
-  job->items = items;
+  memcpy(job->ends, ends, sizeof job->ends);
   job->work = work;
   memcpy(job->arguments, arguments, size);
   atomic_fetch_add(&running, 1);
@@ -111,12 +127,15 @@ static int on_threads(XLA_FFI_CallFrame* frame, Work* work, const void* argument
   tiles_on();
   run_items(job);
   tiles_off();
-  for (int spins = 0; atomic_load(&job->done) < items; spins++) {
-    if (spins < 200) wait_a_little();
-    else sched_yield();
-  }
+  wait_for_items(job, items);
   atomic_fetch_sub(&running, 1);
   int failed = atomic_load(&job->failed);
   disown(job);
   return failed;
+}
+
+// The same for items of a single phase.
+static int on_threads(XLA_FFI_CallFrame* frame, Work* work, const void* arguments, size_t size,
+                      int64_t items, int64_t threads) {
+  return in_phases(frame, work, arguments, size, (int64_t[PHASES]){items, items, items}, threads);
 }
