@@ -41,6 +41,7 @@ class SumRunner:
     BAD, WORSE = 666, 667
     primary: OutputName = "dense"
     planes = PackedTokens.PLANES
+    alignment = 1
 
     def __init__(
         self,

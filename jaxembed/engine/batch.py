@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -78,6 +79,7 @@ def choose_bucket(
     cost: Mapping[Bucket, float],
     brief: bool = False,
     host_ms: float = HOST_MS,
+    alignment: int = 1,
 ) -> Bucket:
     """Choose the bucket for the next batch of `waiting`, the sequences in the order of the queue.
 
@@ -87,14 +89,14 @@ def choose_bucket(
     bucket's throughput.
 
     `cost` maps each usable bucket to the milliseconds of a run with short sequences, and `host_ms`
-    are the milliseconds of host time for each batch. Raises ValueError if no bucket holds the first
-    sequence.
+    are the milliseconds of host time for each batch. `alignment` is that of `place`; the tokens that
+    it leaves free count as useful. Raises ValueError if no bucket holds the first sequence.
     """
     needed = waiting[0].min_row
     if len(waiting) == 1:  # the useful tokens are the same in every bucket
         return min((ms, bucket) for bucket, ms in cost.items() if needed <= bucket.length)[1]
     holding = [bucket for bucket in cost if needed <= bucket.length]
-    lengths = np.array([sequence.min_row for sequence in waiting])
+    lengths = aligned(np.array([sequence.min_row for sequence in waiting]), alignment)
     total = int(lengths.sum())
     discount = 1 - BRIEF_LOSS if brief else 1.0
     # the least milliseconds per useful token: if the bucket is full, or holds all that waits
@@ -104,7 +106,7 @@ def choose_bucket(
     for bucket in sorted(holding, key=least_ms.__getitem__):
         if discount * least_ms[bucket] > best_ms:  # so it is in all buckets that follow
             break
-        token_ms[bucket] = (cost[bucket] + host_ms) / _useful(lengths, bucket)
+        token_ms[bucket] = (cost[bucket] + host_ms) / _useful(lengths, bucket, alignment)
         best_ms = min(best_ms, token_ms[bucket])
     if not brief:
         return min(token_ms, key=token_ms.__getitem__)
@@ -112,19 +114,26 @@ def choose_bucket(
     return min(candidates, key=lambda bucket: (max(cost[bucket], BRIEF_MS), token_ms[bucket]))
 
 
-def _useful(lengths: np.ndarray, bucket: Bucket) -> float:
+def aligned(length: Any, alignment: int) -> Any:
+    """Round lengths up to multiples of `alignment`."""
+    return -(-length // alignment) * alignment
+
+
+def _useful(lengths: np.ndarray, bucket: Bucket, alignment: int) -> float:
     """Estimate the number of useful tokens of a batch on the bucket.
 
-    `lengths` has the row length that each waiting sequence needs, in the order of the queue. A long
+    `lengths` has the row length that each waiting sequence needs, in the order of the queue; they
+    are multiples of `alignment`. A long
     sequence takes more than half a row, so that no row holds two of this kind. If there are more
     long sequences than rows, each row gets one of the longest, and the short sequences fill the
     room that is left: all but half the length of the shortest one in each row, on average.
     """
-    fitting = lengths[lengths <= bucket.length]
+    row = aligned(bucket.length, alignment)
+    fitting = lengths[lengths <= row]
     # `place` considers so many sequences; the batch has no more than there are slots
     count = int(np.searchsorted(np.cumsum(fitting), LOOKAHEAD * bucket.tokens)) + 1
     considered = fitting[: min(count, bucket.rows * bucket.slots)]
-    long_count = int(np.count_nonzero(2 * considered > bucket.length))
+    long_count = int(np.count_nonzero(2 * considered > row))
     useful = float(considered.sum())
     if long_count > bucket.rows:
         considered = np.sort(considered)[::-1]
@@ -132,27 +141,31 @@ def _useful(lengths: np.ndarray, bucket: Bucket) -> float:
         longest, short = considered[: bucket.rows], considered[long_count:]
         useful = float(longest.sum())
         if len(short):
-            free = bucket.length - longest
+            free = row - longest
             filled = float(np.sum(free[free >= short[-1]] - short[-1] / 2))
             useful += min(filled, float(short.sum()))
     return min(useful, max(EXPECTED_FILL * bucket.tokens, float(fitting[0])))
 
 
 def place(
-    bucket: Bucket, *groups: Sequence[QueuedSequence], max_sequences: int | None = None
+    bucket: Bucket,
+    *groups: Sequence[QueuedSequence],
+    max_sequences: int | None = None,
+    alignment: int = 1,
 ) -> Batch:
     """Place as many sequences as fit in the bucket, and return the batch.
 
     The groups are placed one after the other. The first sequences of each group are considered, up
     to LOOKAHEAD times the bucket's tokens. These sequences are placed from the longest to the
     shortest, each in the fullest row that has room for it (best fit decreasing). `max_sequences` is
-    the largest number of sequences in the batch; None means no limit.
+    the largest number of sequences in the batch; None means no limit. Sequences start at multiples
+    of `alignment` tokens.
     """
     if sum(map(len, groups)) == 1:  # the same place in less time
         (lone,) = (group[0] for group in groups if group)
         if lone.min_row <= bucket.length:
             return Batch(bucket, [lone], ZERO, ONE, ZERO, ZERO)
-    allocator = RowAllocator(bucket)
+    allocator = RowAllocator(bucket, alignment)
     placed, positions = [], []
     for group in groups:
         considered, tokens = [], 0
@@ -173,12 +186,15 @@ def place(
     return Batch(bucket, placed, rows, segments, slots, starts)
 
 
-def place_all(bucket: Bucket, sequences: Iterable[QueuedSequence]) -> list[Batch]:
-    """Place sequences that each fit in the bucket into as many batches as they need."""
+def place_all(
+    bucket: Bucket, sequences: Iterable[QueuedSequence], alignment: int = 1
+) -> list[Batch]:
+    """Place sequences that each fit in the bucket into as many batches as they need. `alignment` is
+    that of `place`."""
     left, batches = list(sequences), []
     while left:
         # in a group of its own, the first sequence always gets a place
-        batches.append(place(bucket, left[:1], left[1:]))
+        batches.append(place(bucket, left[:1], left[1:], alignment=alignment))
         placed = set(batches[-1].sequences)
         left = [sequence for sequence in left if sequence not in placed]
     return batches
@@ -188,16 +204,17 @@ class RowAllocator:
     """The free tokens and slots of a bucket's rows, in which `put` reserves places.
 
     The bits of one integer say which numbers of free tokens occur, so that the fullest row with
-    enough room is found in constant time.
+    enough room is found in constant time. Places start at multiples of `alignment` tokens.
     """
 
-    def __init__(self, bucket: Bucket):
+    def __init__(self, bucket: Bucket, alignment: int = 1):
         # free tokens -> rows with a free slot
         self._free: dict[int, list[int]] = {bucket.length: list(range(bucket.rows))[::-1]}
         self._rooms = 1 << bucket.length  # bit n is set if some row has n free tokens
         self._segments = [0] * bucket.rows
         self._used = [0] * bucket.rows  # slots in use
         self._length = bucket.length
+        self._alignment = alignment
         self._slots = bucket.slots
 
     def put(self, length: int, slots: int = 1) -> tuple[int, int, int, int] | None:
@@ -220,9 +237,10 @@ class RowAllocator:
                         self._rooms ^= 1 << room
                     self._used[row] += slots
                     self._segments[row] += 1
-                    if self._used[row] < self._slots and room > length:
-                        self._free.setdefault(room - length, []).append(row)
-                        self._rooms |= 1 << (room - length)
+                    left = room - aligned(length, self._alignment)
+                    if self._used[row] < self._slots and left > 0:
+                        self._free.setdefault(left, []).append(row)
+                        self._rooms |= 1 << left
                     return row, self._segments[row], first_slot, self._length - room
             fitting ^= 1 << room  # no row with this room has enough slots
         return None

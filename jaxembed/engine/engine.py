@@ -179,7 +179,9 @@ class Engine:
         self._max_sequences = max_batch_requests
         self._cache = AnswerCache(cache_bytes, telemetry) if cache_bytes else None
         self._probe_every_s = probe_every_s
-        self._queue = RequestQueue(max(bucket.tokens for bucket in grid.buckets))
+        self._queue = RequestQueue(
+            max(bucket.tokens for bucket in grid.buckets), workers[0].runner.alignment
+        )
         # batches that failed on a worker and wait for another one, with that worker
         self._failed: list[tuple[Batch, Worker]] = []
         self.workers[0].state = "joined"
@@ -592,7 +594,7 @@ class Engine:
         with self._lock:
             if not failed or self._closing or not self._healthy_beside(worker):
                 return results
-            batches = place_all(batch.bucket, failed)
+            batches = place_all(batch.bucket, failed, worker.runner.alignment)
             self._failed += [(again, worker) for again in batches]
             self._wake_all()
         logger.warning("%s: %s run on another device", self.name, counted(len(failed), "sequence"))

@@ -162,8 +162,9 @@ class RequestQueue:
     sequence is taken when the first of these places is due.
     """
 
-    def __init__(self, largest: int):
-        """Make an empty queue; `largest` is the number of tokens of the largest bucket."""
+    def __init__(self, largest: int, alignment: int = 1):
+        """Make an empty queue. `largest` is the number of tokens of the largest bucket, and
+        `alignment` that of `batch.place`."""
         self.queues: dict[Priority, PriorityQueue] = {
             name: PriorityQueue(SHARES[name]) for name in SHARES
         }
@@ -171,6 +172,7 @@ class RequestQueue:
         self._max_interactive_tokens = max(INTERACTIVE_SHARE * largest, 1)
         self._flows: dict[WorkFuture, Flow] = {}  # oldest first
         self._waiting: dict[Key, QueuedSequence] = {}
+        self._alignment = alignment
         self._longest_row = 0  # length of the longest row of a compiled bucket
         self._number = 0  # number of the latest flow; numbers order flows with equal starts
         self._clock = 0.0  # virtual time of both queues, in milliseconds of device time
@@ -338,13 +340,15 @@ class RequestQueue:
             other = self._bulk if lead is self._interactive else self._interactive
             # the run must be brief if bulk leads while an interactive request may come soon
             brief = lead is self._bulk and now - self._interactive_at < EXPECTED_S
-            bucket = choose_bucket(window, cost, brief, host_ms)
+            bucket = choose_bucket(window, cost, brief, host_ms, self._alignment)
             leading = set(window)
             other_window = other.peek(WINDOW_BUCKETS * bucket.tokens) if other.order else ()
             others = [sequence for sequence in other_window if sequence not in leading]
             first, rest = window[:1], window[1:]
             groups = (rest, others) if lead is self._interactive else (others, rest)
-            batch = place(bucket, first, *groups, max_sequences=max_sequences)
+            batch = place(
+                bucket, first, *groups, max_sequences=max_sequences, alignment=self._alignment
+            )
             self._clock = begin
             lead.end = begin + cost[bucket] / lead.share
             # subtract the batch from the counts of every request that it answers

@@ -116,7 +116,8 @@ class Recovery:
         logger.warning(
             "batch %s does not fit in the device's memory: it runs again in parts", batch.bucket
         )
-        parts = place_all(max(fitting, key=lambda b: b.tokens), batch.sequences)
+        largest = max(fitting, key=lambda b: b.tokens)
+        parts = place_all(largest, batch.sequences, self.runner.alignment)
         return [answers for part in parts for answers in self.run(part)]
 
     def _failed(self, batch: Batch, error: Exception) -> Answers:

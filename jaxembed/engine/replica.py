@@ -40,7 +40,7 @@ from jaxembed.engine.transfer import (
     start_copies,
 )
 from jaxembed.errors import ConfigError
-from jaxembed.models import Program
+from jaxembed.models import Program, native
 from jaxembed.models.attention import Attend, ByKernel, by_xla, using
 from jaxembed.models.tokens import PackedTokens
 
@@ -98,6 +98,9 @@ class Replica:
         self._is_remote = is_remote(devices[0].platform)
         self._variants = output_variants(program, devices[0].platform)
         self.native_layout = native_layout
+        # Native attention adds up the keys of a text in tiles of its row. Where a text starts at a
+        # tile, its vector does not depend on its place, and the padding before it takes no time.
+        self.alignment = native.TILE if native_layout and program.skips_padding else 1
         self._float32_bucket = float32_bucket
         self._attention = attention
         named = zip(program.shapes, program.order(parameters), strict=True)
@@ -350,6 +353,7 @@ def _by_places(mesh: Mesh | AbstractMesh) -> NamedSharding:
 class NullReplica:
     """A replica that returns constants and uses no device, to measure the work of the host."""
 
+    alignment = 1
     float32_bucket = None  # constants are always finite
 
     def __init__(self, primary: OutputName, widths: Mapping[OutputName, int]):

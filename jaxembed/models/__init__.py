@@ -139,6 +139,7 @@ class Program:
     degree: int = 1
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     quantize: Quantize | None = None  # what of the weights and activations is int8 on devices
+    skips_padding: bool = True  # whether native kernels do; models of images have other segments
 
     def share_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of the share of a parameter that one device holds."""
@@ -210,7 +211,17 @@ def program(spec: ModelSpec, degree: int = 1, quantize: Quantize | None = None) 
     if image is not None:
         plane_count += image.place_numbers + image.token_bytes // WORD_BYTES
     outputs = (*spec.heads, "tokens")
-    return Program(shapes, spec.primary, outputs, forward, plane_count, degree, cuts, quantize)
+    return Program(
+        shapes,
+        spec.primary,
+        outputs,
+        forward,
+        plane_count,
+        degree,
+        cuts,
+        quantize,
+        skips_padding=image is None,
+    )
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:

@@ -15,6 +15,7 @@ from jaxembed.engine.batch import (
     Batch,
     RowAllocator,
     _useful,
+    aligned,
     choose_bucket,
     pack,
     place,
@@ -41,13 +42,17 @@ def costs(*buckets: tuple[int, int]) -> dict[Bucket, float]:
     return {Bucket(*bucket): float(bucket[0] * bucket[1]) for bucket in buckets}
 
 
-def take(waiting, cost: dict[Bucket, float], max_sequences: int | None = None) -> Batch:
+def take(
+    waiting, cost: dict[Bucket, float], max_sequences: int | None = None, alignment: int = 1
+) -> Batch:
     waiting = waiting[:max_sequences]
-    return place(choose_bucket(waiting, cost), waiting[:1], waiting[1:])
+    bucket = choose_bucket(waiting, cost, alignment=alignment)
+    return place(bucket, waiting[:1], waiting[1:], alignment=alignment)
 
 
-def check_placement(batch: Batch) -> None:
+def check_placement(batch: Batch, alignment: int = 1) -> None:
     """Whole sequences, inside their rows, in different places and slots."""
+    assert not (batch.starts % alignment).any()
     used = np.zeros((batch.bucket.rows, batch.bucket.length), int)
     slots = set()
     for sequence, row, slot, start in zip(
@@ -68,17 +73,19 @@ grids = st.lists(st.tuples(st.integers(1, 6), st.sampled_from([8, 16, 32, 33])),
 )
 
 
-@given(queues, grids, st.one_of(st.none(), st.integers(1, 20)))
+@given(queues, grids, st.one_of(st.none(), st.integers(1, 20)), st.sampled_from([1, 8, 16]))
 @settings(max_examples=60, deadline=None)
-def test_a_batch_holds_the_oldest_and_what_it_holds_is_placed_once(lengths, grid, max_sequences):
+def test_a_batch_holds_the_oldest_and_what_it_holds_is_placed_once(
+    lengths, grid, max_sequences, alignment
+):
     waiting = entries_of(lengths)
-    batch = take(waiting, costs(*grid), max_sequences)
+    batch = take(waiting, costs(*grid), max_sequences, alignment)
     assert waiting[0] in batch.sequences
     assert batch.bucket in {Bucket(*bucket) for bucket in grid}
     assert len(set(batch.sequences)) == len(batch.sequences)
     assert set(batch.sequences) <= set(waiting)
     assert max_sequences is None or set(batch.sequences) <= set(waiting[:max_sequences])
-    check_placement(batch)
+    check_placement(batch, alignment)
 
 
 @pytest.mark.parametrize("brief", [False, True])
@@ -90,7 +97,7 @@ def test_passing_buckets_over_early_changes_no_choice(brief):
         waiting = entries_of(random.integers(1, 17, random.integers(1, 60)))
         lengths = np.array([sequence.length for sequence in waiting])
         holding = [b for b in cost if b.length >= lengths[0]]
-        rates = {b: (cost[b] + HOST_MS) / _useful(lengths, b) for b in holding}
+        rates = {b: (cost[b] + HOST_MS) / _useful(lengths, b, 1) for b in holding}
         chosen = choose_bucket(waiting, cost, brief)
         if brief:
             assert (1 - BRIEF_LOSS) * rates[chosen] <= min(rates.values())
@@ -106,22 +113,25 @@ def test_rows_that_hold_one_sequence_each_are_seen_to_be_half_empty():
 
 @pytest.mark.parametrize("shape", [(32, 16), (16, 32), (8, 64), (4, 128)])
 @pytest.mark.parametrize("spread", [(5, 14), (9, 16), (3, 60)])
-def test_what_a_bucket_is_thought_to_hold_is_about_what_it_gets(shape, spread):
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_what_a_bucket_is_thought_to_hold_is_about_what_it_gets(shape, spread, alignment):
     bucket = Bucket(*shape)
     random = np.random.default_rng(0)
     for _ in range(5):
         lengths = random.integers(*spread, 400)
         lengths[0] = spread[0]
         waiting = entries_of(lengths)
-        holds = place(bucket, waiting[:1], waiting[1:]).useful_tokens
-        assert _useful(lengths, bucket) == pytest.approx(holds, rel=0.18)
+        batch = place(bucket, waiting[:1], waiting[1:], alignment=alignment)
+        holds = sum(aligned(sequence.length, alignment) for sequence in batch.sequences)
+        thought = _useful(aligned(lengths, alignment), bucket, alignment)
+        assert thought == pytest.approx(holds, rel=0.18)
 
 
 def test_a_row_takes_no_more_sequences_than_it_has_slots():
     batch = place(Bucket(2, 16), entries_of([1] * 100))
     assert len(batch.sequences) == 8
     assert sorted(Counter(batch.rows.tolist()).items()) == [(0, 4), (1, 4)]
-    assert _useful(np.full(200, 2), Bucket(4, 32)) == 4 * 8 * 2
+    assert _useful(np.full(200, 2), Bucket(4, 32), 1) == 4 * 8 * 2
     assert place(Bucket(2, 16), entries_of([10, 10, 6, 6])).useful_tokens == 32  # gaps are filled
 
 

@@ -165,6 +165,7 @@ PACKED = (  # of each set of native calls one
 def test_packed_parameters_give_what_unpacked_ones_do(name):
     spec = tiny_spec(**WIDER_TOWERS[name])
     packed, unpacked = (replica_with(spec, "bfloat16", native) for native in (True, False))
+    assert (packed.alignment, unpacked.alignment) == (16, 1)
     wanted = vectors_of(unpacked, Bucket(2, 32))
     # Rows that are no multiple of 16, nor are the four patches of each token: products are the
     # kernels', attention is XLA's.
@@ -191,6 +192,11 @@ def test_packed_replicas_run_on_several_devices_and_at_once():
         runs = [pool.submit(replica.run, bucket, planes, ("dense",)) for replica in replicas * 20]
         for run, vectors in zip(runs, wanted * 20, strict=True):
             np.testing.assert_array_equal(run.result()["dense"][0, :2], vectors)
+
+
+def test_a_model_of_images_computes_padding_so_images_are_not_aligned():
+    assert not program(tiny_spec(**TOWERS["pages"])).skips_padding
+    assert program(tiny_spec()).skips_padding
 
 
 def test_only_the_outputs_asked_for_are_fetched_and_empty_slots_are_zero(replica):

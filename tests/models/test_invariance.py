@@ -3,6 +3,8 @@
 Padding is NaN here (the pad token's embedding), and neighbours hold a token of size 1e30.
 """
 
+from itertools import product
+
 import numpy as np
 import pytest
 from conftest import LIMIT, TOWERS, WIDER_TOWERS, WORDS, tiny_spec
@@ -19,6 +21,7 @@ from jaxembed.engine.batch import Batch, pack
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.replica import Replica
 from jaxembed.models import ARCHITECTURES, attention, deberta
+from jaxembed.models.native import TILE
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -195,16 +198,17 @@ def test_a_text_has_one_vector_wherever_it_lies_with_the_native_kernels(native, 
 
 
 @pytest.mark.parametrize("bucket", BUCKETS, ids=str)
-def test_with_the_native_kernels_all_rows_and_neighbours_give_the_same_bits(native, bucket):
-    """Only the place in the row moves the order of sums."""
+def test_with_the_native_kernels_all_rows_starts_and_neighbours_give_the_same_bits(native, bucket):
+    """All starts of an engine, which are multiples of the alignment. XLA pools the bits."""
     ids = [7, 8, 9, 10, 11]
-    wanted = run(native, alone(bucket, ids))
-    others = ([HUGE, 6] * 4, 0, 1, 6), ([9, 8, 7], 0, 2, 13)
-    for row in range(bucket.rows):
-        company = [(tokens, unpooled, row, slot, start) for tokens, unpooled, slot, start in others]
-        got = run(native, placed(bucket, [(ids, 0, row, 0, 0), *company]))
-        for vector, reference in zip(got, wanted, strict=True):
-            np.testing.assert_array_equal(vector, reference)
+    assert native.alignment == TILE
+    pooled, hidden = run(native, alone(bucket, ids))
+    for row, start in product(range(bucket.rows), range(0, bucket.length, TILE)):
+        before = [([HUGE, 6] * 4, 0, row, 1, start - 9)] if start else []
+        company = [*before, ([9, 8, 7], 0, row, 2, start + 5)]
+        got_pooled, got = run(native, placed(bucket, [(ids, 0, row, 0, start), *company]))
+        np.testing.assert_array_equal(got, hidden)
+        assert_same(got_pooled, pooled)
 
 
 @pytest.mark.parametrize("bucket", BUCKETS, ids=str)
