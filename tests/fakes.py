@@ -42,6 +42,7 @@ class SumRunner:
     primary: OutputName = "dense"
     planes = PackedTokens.PLANES
     alignment = 1
+    is_remote = False
 
     def __init__(
         self,

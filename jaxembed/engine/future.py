@@ -80,7 +80,7 @@ class WorkFuture:
         self._resolved = np.zeros(count, bool)  # whether a sequence is answered or has failed
         self._open = count  # number of sequences that are not resolved
         self._wake = wake
-        self.complete = False  # whether every sequence is resolved, or the request is cancelled
+        self._is_complete = False
         # held until the future is complete; to make an Event takes longer
         self._waits = threading.Lock()
         self._waits.acquire()
@@ -146,9 +146,9 @@ class WorkFuture:
     def cancel(self) -> bool:
         """Mark the future as cancelled by its client. Returns False if it was already complete."""
         with self._lock:
-            if self.complete:
+            if self._is_complete:
                 return False
-            self.cancelled = self.complete = True
+            self.cancelled = self._is_complete = True
             self._waits.release()
             return True
 
@@ -162,7 +162,7 @@ class WorkFuture:
             self._open -= new_count
             completes = new_count > 0 and self._open == 0 and not self.cancelled
             if completes:
-                self.complete = True
+                self._is_complete = True
                 self._waits.release()
         if completes and self._wake is not None:
             try:
@@ -176,7 +176,7 @@ class WorkFuture:
         Raises the error of the first input that failed, Cancelled if the request was cancelled, or
         TimeoutError after `timeout_s` seconds.
         """
-        if not self.complete:
+        if not self._is_complete:
             if not self._waits.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0.0)):
                 raise TimeoutError(f"no answer within {timeout_s} s")
             self._waits.release()  # for other threads that wait

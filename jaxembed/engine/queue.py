@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from jaxembed.data.inputs import Priority
+from jaxembed.data.work import Work
 from jaxembed.engine.batch import Batch, choose_bucket, place
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.future import Key, QueuedSequence, WorkFuture
@@ -220,6 +221,10 @@ class RequestQueue:
         flows = self._flows.values() if queue.inputs else ()
         return next((now - f.future.queued_at for f in flows if f.queue is queue), 0.0)
 
+    def is_small(self, work: Work) -> bool:
+        """Return whether a request without a priority is interactive."""
+        return len(work) <= INTERACTIVE_INPUTS and work.tokens <= self._max_interactive_tokens
+
     def add(self, future: WorkFuture, priority: Priority | None = None) -> None:
         """Queue the sequences of a request's future.
 
@@ -229,11 +234,7 @@ class RequestQueue:
         InvalidInput for an unknown priority.
         """
         if priority is None:
-            is_small = (
-                len(future.work.lengths) <= INTERACTIVE_INPUTS
-                and len(future.work.planes["ids"]) <= self._max_interactive_tokens
-            )
-            priority = "interactive" if is_small else "bulk"
+            priority = "interactive" if self.is_small(future.work) else "bulk"
         elif priority not in self.queues:
             raise InvalidInput(
                 f"`priority` must be {' or '.join(self.queues)}. Given: {priority!r}",

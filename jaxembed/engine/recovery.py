@@ -56,10 +56,10 @@ class Recovery:
         """
         try:
             try:
-                answers = self._attempt(batch)
+                answers = self.attempt(batch)
             except Exception as error:
                 return self._after_failure(batch, error)
-            finite = _finite(answers)
+            finite = is_finite(answers)
             if finite.all():
                 return [answers]
             results = []
@@ -73,7 +73,7 @@ class Recovery:
         except Exception as error:  # any error goes to the futures
             return [self._failed(batch, error)]
 
-    def _attempt(self, batch: Batch, *, in_float32: bool = False) -> Answers:
+    def attempt(self, batch: Batch, *, in_float32: bool = False) -> Answers:
         """Run a batch once, and gather the values of each sequence from the outputs.
 
         With `in_float32`, run the bucket's program in float32. Raises the errors of the runner."""
@@ -139,12 +139,12 @@ class Recovery:
         bucket = min(fitting, key=lambda b: b.tokens, default=batch.bucket)
         alone, float32_bucket = place(bucket, [sequence]), self.runner.float32_bucket
         try:
-            answers = self._attempt(alone)
-            if _finite(answers).all():
+            answers = self.attempt(alone)
+            if is_finite(answers).all():
                 return [answers]
             if float32_bucket is not None:
-                answers = self._attempt(place(float32_bucket, [sequence]), in_float32=True)
-                if _finite(answers).all():
+                answers = self.attempt(place(float32_bucket, [sequence]), in_float32=True)
+                if is_finite(answers).all():
                     return [answers]
         except Exception as error:
             return self._after_failure(alone, error)
@@ -153,7 +153,7 @@ class Recovery:
         return [Answers([sequence], error=NotFinite(message))]
 
 
-def _finite(answers: Answers) -> np.ndarray:
+def is_finite(answers: Answers) -> np.ndarray:
     """Return whether all values of each sequence are finite: bool `[sequences]`."""
     finite = np.ones(len(answers.sequences), bool)
     for name, values in answers.values.items():

@@ -95,7 +95,7 @@ class Replica:
         self._program = program
         self._mesh = mesh_of(devices, program.degree)
         self._programs: dict[ProgramKey, jax.stages.Compiled] = {}
-        self._is_remote = is_remote(devices[0].platform)
+        self.is_remote = is_remote(devices[0].platform)
         self._variants = output_variants(program, devices[0].platform)
         self.native_layout = native_layout
         # Native attention adds up the keys of a text in tiles of its row. Where a text starts at a
@@ -182,7 +182,7 @@ class Replica:
     def _used_slots(self, bucket: Bucket, planes: np.ndarray) -> UsedSlots | None:
         """Return which slots of a batch the device has to gather; None if its memory is the
         host's."""
-        return UsedSlots.of(bucket, planes, self._mesh.shape[ROWS]) if self._is_remote else None
+        return UsedSlots.of(bucket, planes, self._mesh.shape[ROWS]) if self.is_remote else None
 
     def _launch(
         self,
@@ -198,7 +198,7 @@ class Replica:
         program = self._programs[bucket, dtype, outputs]
         # the program itself copies its inputs to the device, in less time than jax.device_put
         inputs = (planes,) if used is None else (planes, used.order)
-        with ExitStack() as locks:
+        with jax.transfer_guard_host_to_device("allow"), ExitStack() as locks:
             if self._program.degree > 1:
                 for device in sorted(self.devices, key=lambda device: device.id):
                     locks.enter_context(_starting[device])
@@ -354,6 +354,7 @@ class NullReplica:
     """A replica that returns constants and uses no device, to measure the work of the host."""
 
     alignment = 1
+    is_remote = False
     float32_bucket = None  # constants are always finite
 
     def __init__(self, primary: OutputName, widths: Mapping[OutputName, int]):

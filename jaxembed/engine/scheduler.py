@@ -15,10 +15,6 @@ from operator import methodcaller
 from jaxembed.platform.cores import usable_cores
 
 
-class Busy(Exception):
-    """The device is in use, and the thread does not want to wait for it."""
-
-
 @dataclass(eq=False)
 class VirtualTime:
     """The virtual time of one model on a device. Only DeviceScheduler writes it, under its lock."""
@@ -37,7 +33,6 @@ class Waiter:
     turn: threading.Lock = field(default_factory=threading.Lock)
     mixed: bool = False  # whether a program of another model ran on the device at the same time
     overdue: bool = False  # whether the program should have ended long ago; set by a watchdog
-    granted_at: float = 0.0  # when it got the device
     expected_s: float | None = None  # expected device time of the program; None until `charge`
     took_s: float = 0.0  # device time of the program, once the device is released
 
@@ -86,12 +81,7 @@ class DeviceScheduler:
 
     @contextmanager
     def hold(
-        self,
-        urgency: Callable[[], float],
-        share: VirtualTime | None = None,
-        *,
-        whole: bool = False,
-        wait: bool = True,
+        self, urgency: Callable[[], float], share: VirtualTime | None = None, *, whole: bool = False
     ) -> Iterator[Waiter]:
         """Wait for the device and hold it during the block. Yields the waiter of this thread.
 
@@ -100,38 +90,28 @@ class DeviceScheduler:
         the model to charge. A thread with a `share` must call `charge` or leave the block soon,
         because no other thread gets the device before that. With `whole` the thread gets all
         permits at once: two threads that each hold a permit and wait for another would deadlock.
-        Raises Busy if `wait` is false and the thread does not get the device at once.
         """
         waiter = Waiter(urgency, share, permits=self.permits if whole else 1)
         waiter.turn.acquire()
+        with self._lock:
+            self._waiting.append(waiter)
+            self._grant()
+        waiter.turn.acquire()
+        granted_at = self._now()
         try:
-            with self._lock:
-                self._waiting.append(waiter)
-                self._grant()
-                if not wait and waiter in self._waiting:
-                    raise Busy
-            waiter.turn.acquire()
             yield waiter
         finally:
-            self._leave(waiter)
-
-    def _leave(self, waiter: Waiter) -> None:
-        """Take a waiter from the threads that wait or hold the device."""
-        with self._lock:
-            if waiter in self._waiting:  # it was interrupted, or did not want to wait
-                self._waiting.remove(waiter)
-            if waiter not in self._holding:
-                return
-            now = self._advance()
-            waiter.took_s += self._shared_s
-            self._holding.remove(waiter)
-            if waiter.share is not None and waiter.expected_s is not None:
-                self._served_at = now
-                # the measured time includes programs of other models, or a hang
-                if waiter.mixed or waiter.overdue:
-                    waiter.took_s = min(now - waiter.granted_at, waiter.expected_s)
-                waiter.share.end += waiter.took_s - waiter.expected_s
-            self._grant()
+            with self._lock:
+                now = self._advance()
+                waiter.took_s += self._shared_s
+                self._holding.remove(waiter)
+                if waiter.share is not None and waiter.expected_s is not None:
+                    self._served_at = now
+                    # the measured time includes programs of other models, or a hang
+                    if waiter.mixed or waiter.overdue:
+                        waiter.took_s = min(now - granted_at, waiter.expected_s)
+                    waiter.share.end += waiter.took_s - waiter.expected_s
+                self._grant()
 
     @property
     def stuck(self) -> bool:
@@ -146,6 +126,10 @@ class DeviceScheduler:
             runs = any(c.share is not None for c in self._holding)
             is_busy = runs or any(not c.idle for c in self._waiting)
             return 0.0 if is_busy else self._now() - self._served_at
+
+    def note_use(self) -> None:
+        """Restart `idle_s` at 0, for a program that ran without holding the device."""
+        self._served_at = self._now()
 
     def begin(self, share: VirtualTime) -> float:
         """Return the virtual time at which the next program of the model with `share` begins."""
@@ -188,7 +172,7 @@ class DeviceScheduler:
             waiter = ready[0] if len(ready) == 1 else max(ready, key=methodcaller("urgency"))
             if waiter.permits > free:
                 return
-            waiter.granted_at = self._advance()
+            self._advance()
             self._waiting.remove(waiter)
             self._holding.append(waiter)
             waiter.took_s = -self._shared_s  # `hold` adds `_shared_s` at the end of the program

@@ -188,11 +188,12 @@ class QueueRunner(RequestRunner):
             self._run_short(request, job) or self._run_jobs(request, job), request
         )
         tokenization_s = time.monotonic() - started_at
-        future = self._engine.submit(tokenized.work, priority=request.priority, blocking=True)
+        engine, work, priority = self._engine, tokenized.work, request.priority
+        future = engine.compute_here(work, priority) or engine.submit(work, priority=priority)
         try:
             future.result()
         except BaseException:
-            self._engine.cancel(future)
+            engine.cancel(future)
             raise
         times = future.queue_s.tolist(), future.inference_s.tolist()
         return Run(future.values, tokenized, tokenization_s, *times, cached=future.cached_inputs)

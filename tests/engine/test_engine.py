@@ -24,6 +24,7 @@ from fakes import (
     until,
 )
 
+from jaxembed.data.work import Work, work_from_encodings
 from jaxembed.engine.batch import place
 from jaxembed.engine.engine import FAILURES_TO_SICK, Engine
 from jaxembed.engine.future import Answers
@@ -78,43 +79,83 @@ def test_many_threads_get_their_own_answers(start):
     assert engine.tokens_per_s > 0
 
 
-def test_a_thread_that_waits_runs_a_lone_short_text_itself_on_a_free_device(start, runner):
+def work_of(*lengths: int) -> Work:
+    return work_from_encodings([encoding(*[5] * length) for length in lengths])
+
+
+def test_a_lone_short_text_is_computed_in_the_calling_thread(start, runner):
     engine, names = compiled(start(runner)), []
     runner.on_run = lambda bucket, planes: names.append(threading.current_thread().name)
-    assert sums(engine.ask([encoding(5)], blocking=True)) == [5.0]
-    entered(runner)
+    future = engine.compute_here(work_of(3))
+    assert future is not None
+    assert sums(future) == [15.0]
+    assert future.queue_s.tolist() == [0.0]
     assert names == [threading.current_thread().name]
-    first = blocked(engine, runner)
-    with ThreadPoolExecutor(1) as pool:
-        second = pool.submit(lambda: sums(engine.ask([encoding(6)], blocking=True)))
-        until(lambda: engine.waiting == (1, 1))
-        runner.gate.set()
-        assert (sums(first), second.result(WAIT_S)) == ([10.0], [6.0])
-    for others in ([encoding(7), encoding(8)], [encoding(*[9] * 60)]):
-        sums(engine.ask(others, blocking=True))
-    assert len(names) == 5
-    assert all(name.startswith("worker-") for name in names[1:])
+    assert engine.snapshot().ran[SHORT].useful_tokens == 3
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        lambda engine: (engine.workers[0].runner, "run"),
-        lambda engine: (engine.workers[0].scheduler, "charge"),
-        lambda engine: (engine, "_note"),
-    ],
-)
-def test_a_thread_that_is_interrupted_while_it_runs_a_text_leaves_nothing_behind(
-    start, runner, monkeypatch, part
-):
+@pytest.mark.parametrize("lengths", [(3, 4), (20,), (65,), (0,)])
+def test_other_requests_are_queued(start, runner, lengths):
     engine = compiled(start(runner))
-    with monkeypatch.context() as patch:
-        patch.setattr(*part(engine), raising(KeyboardInterrupt()))
+    assert engine.compute_here(work_of(*lengths)) is None
+    assert engine.compute_here(work_of(3), "bulk") is None
+    assert runner.ran == []
+
+
+def test_a_text_is_queued_while_another_one_runs_and_after_a_failure(start, runner):
+    engine = compiled(start(runner))
+    first = blocked(engine, runner)
+    assert engine.compute_here(work_of(3)) is None
+    runner.gate.set()
+    assert sums(first) == [10.0]
+    until(lambda: engine.workers[0].scheduler.idle_s > 0)
+    runner.on_run = lambda bucket, planes: engine.compute_here(work_of(4)) and pytest.fail("two")
+    assert engine.compute_here(work_of(3)) is not None
+    runner.error = RuntimeError("broken")
+    assert engine.compute_here(work_of(3)) is None
+    runner.error = None
+    assert engine.compute_here(work_from_encodings([encoding(SumRunner.BAD)])) is None
+    assert engine.healthy
+
+
+def test_a_text_is_not_computed_here_if_answers_are_cached_or_the_device_is_remote(start, runner):
+    assert compiled(start(runner, cache_bytes=10**6)).compute_here(work_of(3)) is None
+    runner.is_remote = True
+    assert compiled(start(runner)).compute_here(work_of(3)) is None
+
+
+def test_an_interrupted_text_leaves_nothing_behind(start, runner):
+    engine = compiled(start(runner))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "run", raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
-            engine.ask([encoding(5)], blocking=True)
+            engine.compute_here(work_of(3))
+    assert engine.compute_here(work_of(3)) is not None
     assert engine.waiting == (0, 0)
-    assert engine.workers[0].scheduler.idle_s > 0
-    assert [sums(engine.ask([encoding(6)], blocking=one)) for one in (True, False)] == [[6.0]] * 2
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_close_waits_for_a_text_that_is_computed_here(start, runner, in_time):
+    engine = compiled(start(runner))
+    runner.gate.clear()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(engine.compute_here, work_of(3))
+        entered(runner)
+        if in_time:
+            closing = threading.Thread(target=engine.close)
+            closing.start()
+            until(lambda: engine.snapshot().closing)
+            runner.gate.set()
+            closing.join(WAIT_S)
+        else:
+            engine.close(timeout_s=0.0)
+            engine.free()
+            assert not hasattr(runner, "freed")
+            runner.gate.set()
+        answered = future.result(WAIT_S)
+    assert answered is not None
+    assert sums(answered) == [15.0]
+    assert engine.compute_here(work_of(3)) is None
 
 
 def test_no_batch_holds_more_than_max_batch_requests(start, runner):

@@ -6,7 +6,7 @@ import threading
 import pytest
 from fakes import Clock, until
 
-from jaxembed.engine.scheduler import Busy, DeviceScheduler, VirtualTime, Waiter
+from jaxembed.engine.scheduler import DeviceScheduler, VirtualTime, Waiter
 
 
 def start_in_turn(threads: list[threading.Thread], scheduler: DeviceScheduler) -> None:
@@ -65,15 +65,6 @@ def test_the_most_urgent_goes_first_and_ties_go_by_arrival():
             waiters.add(name, lambda name=name: now[name])
         now |= {"a": 1.0, "d": 9.0}
     assert waiters.join() == ["d", "b", "c", "a", "e"]
-
-
-def test_a_thread_that_does_not_wait_is_told_that_the_device_is_busy():
-    scheduler = DeviceScheduler()
-    for _ in range(2):
-        with scheduler.hold(lambda: 0.0, wait=False):
-            with pytest.raises(Busy), scheduler.hold(lambda: 9.0, wait=False):
-                pass
-            assert not scheduler._waiting
 
 
 def test_urgencies_that_move_at_every_look_hold_nobody_up():

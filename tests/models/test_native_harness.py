@@ -91,6 +91,7 @@ def harness_of(
         str(program),
         str(HARNESS),
         "-lm",
+        "-pthread",
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr

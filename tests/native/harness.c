@@ -18,6 +18,7 @@
 // the first of these pages, and with buffers that end at the second one.
 #include "native.c"
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include "vectors_check.h"
@@ -47,14 +48,28 @@ typedef struct {
 } Read;
 
 static int64_t pool_threads;
+static atomic_int running_tasks;
 
 static void stop(const char* message) {
   fprintf(stderr, "%s\n", message);
   exit(1);
 }
 
-// The functions of XLA that kernels call. An error is printed, and ends the program. A task of the
-// pool runs at once.
+typedef struct {
+  XLA_FFI_Task* run;
+  void* data;
+} Task;
+
+static void* run_task(void* argument) {
+  Task task = *(Task*)argument;
+  free(argument);
+  task.run(task.data);
+  atomic_fetch_sub(&running_tasks, 1);
+  return NULL;
+}
+
+// The functions of XLA that kernels call. An error is printed, and ends the program. Each task runs
+// in a thread of its own.
 static XLA_FFI_Error* create_error(XLA_FFI_Error_Create_Args* args) {
   stop(args->message);
   return NULL;
@@ -65,7 +80,11 @@ static XLA_FFI_Error* count_threads(XLA_FFI_ThreadPool_NumThreads_Args* args) {
   return NULL;
 }
 static XLA_FFI_Error* schedule(XLA_FFI_ThreadPool_Schedule_Args* args) {
-  args->task(args->data);
+  Task* task = malloc(sizeof *task);
+  pthread_t thread;
+  *task = (Task){args->task, args->data};
+  atomic_fetch_add(&running_tasks, 1);
+  if (pthread_create(&thread, NULL, run_task, task) || pthread_detach(thread)) stop("no thread");
   return NULL;
 }
 static const XLA_FFI_Api api = {.struct_size = XLA_FFI_Api_STRUCT_SIZE,
@@ -180,6 +199,7 @@ static void make(Read* call) {
       .attrs = {.size = call->value_count, .types = attribute_types, .names = names,
                 .attrs = attributes}};
   if (handler_of(call->name)(&frame)) stop("an error");
+  while (atomic_load(&running_tasks)) sched_yield();
 }
 
 // Make a call at both places of its buffers, and write both results.

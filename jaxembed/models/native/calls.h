@@ -179,7 +179,7 @@ XLA_FFI_Error* jaxembed_self_attention(XLA_FFI_CallFrame* frame) {
   s.rows_per_item = max64(1, 128 / length);
   const int64_t row_parts = parts(rows, s.rows_per_item);
   const int64_t tokens = s.rows_per_item * length;
-  const int64_t threads = share_of_threads(frame);
+  const int64_t threads = threads_for(frame, 3.0 * rows * length * dim * dim);
   int64_t head_parts = parts(tokens * 3 * dim * (int64_t)sizeof(element), 640 * 1024);
   if (row_parts * head_parts < threads) head_parts = parts(threads, row_parts);
   s.attention.heads_per_item = parts(heads, min64(heads, head_parts));

@@ -19,13 +19,14 @@ static inline void wait_a_little(void) {
 #endif
 }
 
-// Runs an item; `before` is the item of this call that the same thread ran before it, or -1. Returns
-// 0, or -1 if memory is short.
+// Runs an item. Returns 0, or -1 if memory is short. `before` is the item of this call that the same
+// thread ran immediately before it with success, or -1.
 typedef int Work(const void* arguments, int64_t item, int64_t before);
+
+enum { PHASES = 3 };
 
 // The items of one call, in phases: an item starts when all items of earlier phases are done. The
 // last owner frees it.
-enum { PHASES = 3 };
 typedef struct {
   atomic_int owners;  // the call itself, and each scheduled helper
   atomic_int failed;
@@ -53,7 +54,10 @@ static void run_items(Job* job) {
     for (int phase = 0; phase < PHASES && job->ends[phase] <= item; phase++)
       earlier = job->ends[phase];
     wait_for_items(job, earlier);
-    if (job->work(job->arguments, item, before)) atomic_store(&job->failed, 1);
+    if (job->work(job->arguments, item, before)) {
+      atomic_store(&job->failed, 1);
+      item = -1;
+    }
     atomic_fetch_add(&job->done, 1);
   }
 }
