@@ -89,8 +89,8 @@ def choose_bucket(
     bucket's throughput.
 
     `cost` maps each usable bucket to the milliseconds of a run with short sequences, and `host_ms`
-    are the milliseconds of host time for each batch. `alignment` is that of `place`; the tokens that
-    it leaves free count as useful. Raises ValueError if no bucket holds the first sequence.
+    are the milliseconds of host time for each batch. `alignment` is that of `place`; the tokens
+    that it leaves free count as useful. Raises ValueError if no bucket holds the first sequence.
     """
     needed = waiting[0].min_row
     if len(waiting) == 1:  # the useful tokens are the same in every bucket
