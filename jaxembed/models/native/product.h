@@ -89,10 +89,11 @@ static inline void add_product_of_features(const element* x, int64_t lower, int 
           panel + step * 2 * TILE_ELEMENTS, parts(high, STEP) - step, 0, 1, sums, PANEL);
 }
 #else
+// Rows, and halves of a panel, that are multiplied at once, and the most rows of `product`.
 #ifdef __AVX512F__
-enum { GROUP = 8, HALVES = 2 };  // rows, and halves of a panel, that are multiplied at once
+enum { GROUP = 8, HALVES = 2, MOST_ROWS = 8 };
 #else
-enum { GROUP = 4, HALVES = 1 };
+enum { GROUP = 4, HALVES = 1, MOST_ROWS = 6 };
 #endif
 
 // Sixteen units, and sum + x * y for each of them.
@@ -137,10 +138,10 @@ static inline vec multiply_units(vec sum, Units x, Units y) { return _mm512_dpbf
 // The rows that `product` computes for so many: just these.
 static inline int whole_rows(int64_t rows) { return (int)rows; }
 
-// Make a call with the constant `count`, which is the number of rows, at most GROUP.
+// Make a call with the constant `count`, which is the number of rows, at most MOST_ROWS.
 #define CASE_OF_ROWS(number, call) \
   case number:                     \
-    if (number <= GROUP) {         \
+    if (number <= MOST_ROWS) {     \
       const int count = number;    \
       call;                        \
     }                              \
@@ -151,20 +152,20 @@ static inline int whole_rows(int64_t rows) { return (int)rows; }
     CASE_OF_ROWS(5, call) CASE_OF_ROWS(6, call) CASE_OF_ROWS(7, call) CASE_OF_ROWS(8, call) \
   }
 
-// How many of the rows that are left are multiplied next. The last two groups share what is left, for
-// a group of few rows would wait for its sums.
-static inline int next_group(int left) {
-  if (left <= GROUP) return left;
-  return left < 2 * GROUP ? (left + 1) / 2 : GROUP;
+// How many of the rows that are left are multiplied next, at most `most`. The last two groups share
+// what is left, for a group of few rows would wait for its sums.
+static inline int next_group(int left, int most) {
+  if (left <= most) return left;
+  return left < 2 * most ? (left + 1) / 2 : most;
 }
 
 // Compute `halves` times 16 columns of c[rows, 32] = a . panel for the features [low, high), which
-// are whole units. There are at most GROUP rows. The rest is as in `product`.
+// are whole units. There are at most MOST_ROWS rows. The rest is as in `product`.
 static inline __attribute__((always_inline)) void multiply_group(
     const element* a, int64_t a_stride, int64_t a_step, const int rows, const element* panel,
     int64_t low, int64_t high, const int halves, int64_t ahead, int add, float* c,
     int64_t c_stride) {
-  vec sums[GROUP][HALVES];
+  vec sums[MOST_ROWS][HALVES];
 #pragma GCC unroll 8
   for (int i = 0; i < rows; i++)
     for (int half = 0; half < halves; half++)
@@ -212,7 +213,7 @@ static void product(const element* a, int64_t a_stride, int64_t a_step, int64_t 
   for (; rows > 0; rows -= TILE, a += a_lower, c += TILE * c_stride) {
     const int tile = rows < TILE ? rows : TILE;
     for (int first = 0, number; first < tile; first += number) {
-      number = next_group(tile - first);
+      number = next_group(tile - first, MOST_ROWS);
       for (int half = 0; half < 2; half += HALVES)
         BY_ROWS(number, multiply_group(a + first * a_stride, a_stride, a_step, count,
                                        panel + half * TILE_ELEMENTS, 0, steps * STEP, HALVES, ahead,

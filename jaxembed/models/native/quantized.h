@@ -108,7 +108,7 @@ static inline void quantized_product(const uint8_t* x, int64_t lower, int rows,
 static inline __attribute__((always_inline)) void quantized_group(
     const uint8_t* x, const int rows, const RowScale* of_rows, int64_t groups, const int8_t* panel,
     const float* of_columns, int64_t steps, int64_t ahead, int add, float* sums) {
-  ints totals[GROUP][HALVES];
+  ints totals[MOST_ROWS][HALVES];
 #pragma GCC unroll 8
   for (int i = 0; i < rows; i++)
     for (int half = 0; half < HALVES; half++) totals[i][half] = i_none();
@@ -140,7 +140,7 @@ static void quantized_product(const uint8_t* x, int64_t lower, int rows, const R
   for (; rows > 0; rows -= TILE, x += lower, of_rows += TILE * groups, sums += TILE * PANEL) {
     const int tile = rows < TILE ? rows : TILE;
     for (int first = 0, number; first < tile; first += number) {
-      number = next_group(tile - first);
+      number = next_group(tile - first, GROUP);
       for (int half = 0; half < 2; half += HALVES)
         BY_ROWS(number, quantized_group(x + first * BYTES_STEP, count, of_rows + first * groups,
                                         groups, panel + half * BYTES_TILE, of_columns + half * TILE,
