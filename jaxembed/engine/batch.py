@@ -123,10 +123,10 @@ def _useful(lengths: np.ndarray, bucket: Bucket, alignment: int) -> float:
     """Estimate the number of useful tokens of a batch on the bucket.
 
     `lengths` has the row length that each waiting sequence needs, in the order of the queue; they
-    are multiples of `alignment`. A long
-    sequence takes more than half a row, so that no row holds two of this kind. If there are more
-    long sequences than rows, each row gets one of the longest, and the short sequences fill the
-    room that is left: all but half the length of the shortest one in each row, on average.
+    are multiples of `alignment`. A long sequence takes more than half a row, so that no row holds
+    two of this kind. If there are more long sequences than rows, each row gets one of the longest,
+    and the short sequences fill the room that is left: all but half the length of the shortest one
+    in each row, on average.
     """
     row = aligned(bucket.length, alignment)
     fitting = lengths[lengths <= row]

@@ -190,8 +190,8 @@ class Engine:
         self._closing = False
         self._is_traced = False  # whether any request was traced
         self._lock = threading.RLock()
-        self._here = threading.Lock()  # held while `compute_here` computes, and once closed
-        self._is_idle_here = True  # False if `close` could not get that lock in time
+        self._here = threading.Lock()  # held while `compute_here` computes
+        self._left_here = True  # whether `close` found that nothing is computed there any more
         self._idle = {worker: threading.Condition(self._lock) for worker in workers}  # idle threads
         self.warmup = Warmup(
             grid,
@@ -412,32 +412,34 @@ class Engine:
         """
         worker = self.workers[0]
         is_short = len(work) == 1 and work.tokens > 0 and self._queue.is_small(work)
-        if not is_short or priority == "bulk" or worker.runner.is_remote or self._cache is not None:
+        is_suited = is_short and priority in (None, "interactive") and self._cache is None
+        if not is_suited or worker.runner.is_remote or not worker.healthy:
             return None
-        is_free = worker.healthy and not self._queue.runnable and worker.scheduler.idle_s > 0
-        if not is_free or not self._here.acquire(blocking=False):
+        if self._queue.runnable or not worker.scheduler.idle_s or self._here.locked():
             return None
-        try:
-            if self._closing:
+        with self._here:
+            try:
+                return None if self._closing else self._compute(work, worker)
+            except Exception:  # the thread of a worker tells the client and the log
                 return None
-            future = WorkFuture(work, self._widths)
-            bucket = choose_bucket(future.sequences, self._costs.usable)
-            batch = place(bucket, future.sequences)
-            recovery = Recovery(worker.runner, lambda: (), self._telemetry)
-            worker.scheduler.note_use()
-            answers = recovery.attempt(batch)
-            worker.scheduler.note_use()
-            if not is_finite(answers).all():
-                return None
-            with self._lock:
-                self._count(batch, recovery.run_s)
-            self._observe(batch)
-            answers.resolve(future.queued_at, recovery.run_s)
-            return future
-        except Exception:  # the thread of a worker tells the client and the log
+
+    def _compute(self, work: Work, worker: Worker) -> WorkFuture | None:
+        """Compute a single sequence on a worker, without its device's turn. Returns its complete
+        future, or None if the result is not finite. Raises the errors of the runner."""
+        future = WorkFuture(work, self._widths)
+        bucket = choose_bucket(future.sequences, self._costs.usable)
+        batch = place(bucket, future.sequences)
+        recovery = Recovery(worker.runner, lambda: (), self._telemetry)
+        worker.scheduler.note_use()
+        answers = recovery.attempt(batch)
+        worker.scheduler.note_use()
+        if not is_finite(answers).all():
             return None
-        finally:
-            self._here.release()
+        with self._lock:
+            self._count(batch, recovery.run_s)
+        self._observe(batch)
+        answers.resolve(future.queued_at, recovery.run_s)
+        return future
 
     def wait_timed(self, timeout_s: float | None = None) -> None:
         """Block until every bucket has enough timings for its cost.
@@ -471,8 +473,9 @@ class Engine:
         _join_until(self._threads, deadline)
         closed = BackendError("the engine is closed")
         self._fail_waiting(closed)
-        if was_open:
-            self._is_idle_here = self._here.acquire(timeout=max(deadline - time.monotonic(), 0.0))
+        self._left_here = self._here.acquire(timeout=max(deadline - time.monotonic(), 0.0))
+        if self._left_here:
+            self._here.release()
         self._watchdog.stop()
         for call in self._watchdog.calls:  # device calls of threads that did not end in time
             fail_sequences(call.batch.sequences if call.batch else [], closed)
@@ -486,7 +489,7 @@ class Engine:
         """Free the memory of all workers, after `close`.
 
         Nothing is freed if a thread has not ended, because it may be in a device call."""
-        if any(thread.is_alive() for thread in self._all_threads) or not self._is_idle_here:
+        if any(thread.is_alive() for thread in self._all_threads) or not self._left_here:
             logger.warning("%s: a thread has not ended, so its memory is not freed", self.name)
             return
         for worker in self.workers:

@@ -99,6 +99,7 @@ def test_other_requests_are_queued(start, runner, lengths):
     engine = compiled(start(runner))
     assert engine.compute_here(work_of(*lengths)) is None
     assert engine.compute_here(work_of(3), "bulk") is None
+    assert engine.compute_here(work_of(3), "urgent") is None  # which `submit` refuses
     assert runner.ran == []
 
 
