@@ -126,6 +126,14 @@ class Recorder:
     def planes(self) -> int:
         return self.runner.planes
 
+    @property
+    def alignment(self) -> int:
+        return self.runner.alignment
+
+    @property
+    def is_remote(self) -> bool:
+        return self.runner.is_remote
+
     def lower(self, bucket: Bucket, for_any: bool = False) -> Bucket:
         """Return the bucket, which `compile` lowers."""
         return bucket

@@ -53,6 +53,7 @@ class Workbench:
         self.tokens_run = 0  # padding included
         self.primary: OutputName = replica.primary
         self.planes = replica.planes
+        self.alignment, self.is_remote = replica.alignment, replica.is_remote
         self.temporary_bytes = replica.temporary_bytes
         self.free = replica.free
         self._replica = replica

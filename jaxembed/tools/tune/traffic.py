@@ -39,11 +39,13 @@ RUNS_A_ROUND = 4  # runs of each grid in a round: a shared machine's speed chang
 
 @dataclass(frozen=True)
 class Traffic:
-    """Random sequences for each load: lone texts, requests, and the queue at full load."""
+    """Random sequences for each load: lone texts, requests, and the queue at full load. In rows they
+    start at multiples of `alignment` tokens."""
 
     lone: list[Encoding]
     requests: list[list[Encoding]]
     full: list[Encoding]
+    alignment: int = 1
 
     @property
     def full_tokens(self) -> int:
@@ -64,10 +66,13 @@ class Traffic:
         ]
 
 
-def traffic_of(lengths: Lengths, vocab_size: int, full_tokens: int, seed: int) -> Traffic:
+def traffic_of(
+    lengths: Lengths, vocab_size: int, full_tokens: int, seed: int, alignment: int = 1
+) -> Traffic:
     """Draw random traffic with these lengths and about `full_tokens` tokens at full load.
 
-    Token ids are random below `vocab_size`; the same `seed` gives the same traffic.
+    Token ids are random below `vocab_size`; the same `seed` gives the same traffic. `alignment` is
+    that of the runner.
     """
     random = np.random.default_rng(seed)
 
@@ -80,7 +85,7 @@ def traffic_of(lengths: Lengths, vocab_size: int, full_tokens: int, seed: int) -
     full_texts = int(np.clip(full_tokens / lengths.mean, MIN_TEXTS, MAX_TEXTS))
     share = full_tokens / len(REQUEST_SIZES) / lengths.mean  # texts for the requests of one size
     sizes = [n for n in REQUEST_SIZES for _ in range(int(np.clip(share / n, 1, REQUESTS)))]
-    return Traffic(lone=draw(LONE), requests=[draw(size) for size in sizes], full=draw(full_texts))
+    return Traffic(draw(LONE), [draw(size) for size in sizes], draw(full_texts), alignment)
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,7 @@ def predict_figures(
     host's time is counted for each batch, not for each request.
     """
     (full_ms, padded), *requests = [
-        _drain(queue, cost, max_sequences, pair_ms) for queue in traffic.queues
+        _drain(queue, cost, max_sequences, pair_ms, traffic.alignment) for queue in traffic.queues
     ]
     alone = {
         length: HOST_MS + min(ms for bucket, ms in cost.items() if bucket.length >= length)
@@ -153,10 +158,11 @@ def _drain(
     cost: Mapping[Bucket, float],
     max_count: int | None,
     pair_ms: float,
+    alignment: int,
 ) -> tuple[float, int]:
     """Compose batches of up to `max_count` sequences until no sequence waits. Return the total time
     in milliseconds, and the total tokens of the buckets. `cost` and `pair_ms` are arguments of
-    `predict_figures`."""
+    `predict_figures`, and `alignment` is that of the runner."""
     enough = WINDOW_BUCKETS * max(bucket.tokens for bucket in cost)
     ms, padded = pair_ms * sum(entry.length**2 for entry in waiting), 0
     while waiting:
@@ -164,8 +170,9 @@ def _drain(
         sums = accumulate(entry.length for entry in waiting)
         count = next((n for n, tokens in enumerate(sums, 1) if tokens >= enough), len(waiting))
         window = waiting[:count][:max_count]
-        bucket = choose_bucket(window, cost)
-        batch = place(bucket, window[:1], window[1:], max_sequences=max_count)
+        bucket = choose_bucket(window, cost, alignment=alignment)
+        groups = window[:1], window[1:]
+        batch = place(bucket, *groups, max_sequences=max_count, alignment=alignment)
         ms += cost[bucket] + HOST_MS
         padded += bucket.tokens
         placed = set(batch.sequences)

@@ -377,7 +377,7 @@ class _Tuner:
 
     def _traffic(self, tokens: int, seed: int) -> Traffic:
         vocabulary = int(self.model.spec.config["vocab_size"])
-        return traffic_of(self.lengths, vocabulary, tokens, seed)
+        return traffic_of(self.lengths, vocabulary, tokens, seed, self.workbench.alignment)
 
     def _predicted(self, grid: BucketGrid, traffic: Traffic) -> Figures:
         cost = {bucket: self.workbench.costs[bucket].ms for bucket in grid.buckets}
