@@ -39,8 +39,8 @@ RUNS_A_ROUND = 4  # runs of each grid in a round: a shared machine's speed chang
 
 @dataclass(frozen=True)
 class Traffic:
-    """Random sequences for each load: lone texts, requests, and the queue at full load. In rows they
-    start at multiples of `alignment` tokens."""
+    """Random sequences for each load: lone texts, requests, and the queue at full load. In rows
+    they start at multiples of `alignment` tokens."""
 
     lone: list[Encoding]
     requests: list[list[Encoding]]
