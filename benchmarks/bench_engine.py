@@ -118,21 +118,9 @@ class Recorder:
     compiled: set[Bucket] = field(default_factory=set)
     runs: list[tuple[Bucket, float, float]] = field(default_factory=list)
 
-    @property
-    def primary(self) -> OutputName:
-        return self.runner.primary
-
-    @property
-    def planes(self) -> int:
-        return self.runner.planes
-
-    @property
-    def alignment(self) -> int:
-        return self.runner.alignment
-
-    @property
-    def is_remote(self) -> bool:
-        return self.runner.is_remote
+    def __getattr__(self, name: str) -> Any:
+        """Return what the recorded runner has."""
+        return getattr(self.runner, name)
 
     def lower(self, bucket: Bucket, for_any: bool = False) -> Bucket:
         """Return the bucket, which `compile` lowers."""
@@ -163,16 +151,6 @@ class Recorder:
         answer = self.runner.run(bucket, planes, outputs)
         self.runs.append((bucket, start, time.perf_counter()))
         return answer
-
-    def temporary_bytes(self, bucket: Bucket) -> int:
-        return self.runner.temporary_bytes(bucket)
-
-    def free(self) -> None:
-        self.runner.free()
-
-    @property
-    def float32_bucket(self) -> Bucket | None:
-        return self.runner.float32_bucket
 
     def busy_s(self) -> float:
         """The seconds in which at least one program ran."""

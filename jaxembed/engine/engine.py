@@ -419,7 +419,8 @@ class Engine:
             return None
         with self._here:
             try:
-                return None if self._closing else self._compute(work, worker)
+                is_open = not self._closing and self.warmup.error is None
+                return self._compute(work, worker) if is_open else None
             except Exception:  # the thread of a worker tells the client and the log
                 return None
 

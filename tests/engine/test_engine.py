@@ -243,6 +243,7 @@ def test_a_needed_bucket_that_does_not_compile_fails_those_who_wait_and_who_come
         engine.warmup.wait(WAIT_S)
     with pytest.raises(BackendError):
         engine.ask([encoding(5)])
+    assert engine.compute_here(work_of(3)) is None
     assert not engine.ready
     assert engine.waiting == (0, 0)
 
