@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -39,10 +40,12 @@ each_damage = pytest.mark.parametrize("damage", DAMAGES)
 
 
 def copy_private(source: Path, target: Path) -> Path:
-    """A copy that nobody else can write, whatever the modes of the checkout are."""
+    """A copy that nobody else can write and that is new, whatever the modes and the age of the
+    checkout are."""
     shutil.copytree(source, target)
     for path in [target, *target.rglob("*")]:
         path.chmod(0o700 if path.is_dir() else 0o600)
+        os.utime(path)
     return target
 
 
