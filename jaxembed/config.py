@@ -60,6 +60,7 @@ class ServerConfig:
     playground: bool | None = None  # the page at /playground; None: if only this machine reaches it
     admin_key: str | None = None  # key for the admin routes, which load models
     admin_port: int | None = None  # loopback port of the admin routes; open if `admin_key` is None
+    front_ends: int = 0  # processes that read HTTP; 0: the engine's process does
     notify_socket: str | None = None  # socket on which the server tells a supervisor its state
     watchdog_s: float | None = None  # silence after which the supervisor ends the server
 

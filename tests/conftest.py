@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -418,6 +419,21 @@ def _embedder(tiny_checkpoint, grid_file, tmp_path_factory) -> Iterator[Embedder
     with Embedder(str(tiny_checkpoint), cache_dir=cache, config=config) as embedder:
         embedder.model.main.engine.wait_timed(60.0)
         yield embedder
+
+
+@pytest.fixture(name="held")
+def _held(embedder, monkeypatch):
+    """An event until which the device computes nothing."""
+    gate, runner = threading.Event(), embedder.model.main.engine.workers[0].runner
+    run = runner.run
+
+    def wait_and_run(*arguments: Any, **options: Any) -> Any:
+        assert gate.wait(WAIT_S)
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(runner, "run", wait_and_run)
+    yield gate
+    gate.set()
 
 
 @pytest.fixture(name="load_model", scope="module")

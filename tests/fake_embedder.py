@@ -163,7 +163,7 @@ class FakeEmbedder(LoadedModel):
         self.ranges: dict[VectorKind, StoredRanges] = {}
         plan = SimpleNamespace(device_name="cpu", dtype="float32")
         runner = SimpleNamespace(off_loop=asyncio.to_thread)
-        self.main = LoadedRoute(spec, plan, NoPrompts(), None, runner)
+        self.main = LoadedRoute(spec, NoPrompts(), runner, "cpu", "float32", plan, None)
         self.routes = self.text_routes = self.engines = {"": self.main}
         self.runner = runner
         self.admission = Admission(Capacity(1000, 100_000), 0, lambda: 0.0)

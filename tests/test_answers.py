@@ -54,3 +54,12 @@ def test_a_difference_is_reported(tmp_path, monkeypatch, capsys):
     assert "text, changed" in shown
     assert f"2: only in {before}" in shown
     assert "2 differences" in shown
+
+
+@pytest.mark.slow
+def test_front_ends_answer_as_one_process(tmp_path):
+    one, several = tmp_path / "one", tmp_path / "several"
+    record.record(one, (), ("keyed", "repository"))
+    record.record(several, ("--front-ends", "2"), ("keyed", "repository"))
+    assert len(one.read_text().splitlines()) > 200
+    assert list(record.differences(one, several)) == []

@@ -22,7 +22,7 @@ from jaxembed.checkpoints import hub
 from jaxembed.checkpoints.source import ModelSource
 from jaxembed.cli import cli, embed, loading, score, serve
 from jaxembed.cli.loading import engine_config
-from jaxembed.cli.options import EXIT_REFUSED, EXIT_TEMPORARY, JsonFormatter, exit_status
+from jaxembed.cli.options import EXIT_REFUSED, EXIT_TEMPORARY, exit_status
 from jaxembed.cli.serve import SINGLE_MODEL_FLAGS, model_aliases, models_to_serve, serve_command
 from jaxembed.cli.server_options import server_config, spans_url
 from jaxembed.config import EngineConfig, ServerConfig
@@ -35,6 +35,7 @@ from jaxembed.errors import (
     NoRoom,
     StoreUnreachable,
 )
+from jaxembed.observability.log import JsonFormatter
 from jaxembed.platform import extras
 from jaxembed.server.auth.keyring import digest_of, parse_keys
 from jaxembed.server.run import listen

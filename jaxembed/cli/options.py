@@ -1,9 +1,7 @@
 """What the commands share: log lines, help pages, options and exit statuses."""
 
 import errno
-import logging
 import math
-import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -23,12 +21,11 @@ from jaxembed.errors import (
     NoRoom,
     StoreUnreachable,
 )
-from jaxembed.observability.tracing import current_trace
+from jaxembed.observability.log import configure_logging
 from jaxembed.platform.files import DISK_FULL
 
 OWN = "Options"  # title in `--help` of the options that only one command has
 MAX_SUMMARY_CHARACTERS = 10_000  # longer than any summary
-LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def section(title: str, *options: Callable) -> Callable:
@@ -99,48 +96,6 @@ class Group(click.Group):
 def echo_json(value: Any) -> None:
     """Print a value as indented JSON, for the flag `--json` of a command."""
     click.echo(msgspec.json.format(msgspec.json.encode(value)).decode())
-
-
-def configure_logging(json_output: bool) -> None:
-    """Log to standard error: jaxembed at the level LOG_LEVEL (default: INFO) and above, other
-    libraries at WARNING and above. With `json_output` each line is a JSON object."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter() if json_output else TextFormatter(LINE))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    # Orbax logs many lines for each file through absl, and tracebacks of errors that it also raises
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
-    level = os.environ.get("LOG_LEVEL", "info").upper()
-    levels = logging.getLevelNamesMapping()
-    for name in ("jaxembed", "converters"):
-        logging.getLogger(name).setLevel(levels.get(level, logging.INFO))
-
-
-class TextFormatter(logging.Formatter):
-    """Formats each log line as text, with the trace id of its request, if any."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the line without a traceback; `format` appends the traceback, if any."""
-        line, trace = super().formatMessage(record), current_trace()
-        return line if trace is None else f"{line} trace_id={trace.trace_id}"
-
-
-class JsonFormatter(logging.Formatter):
-    """Formats each log line as one JSON object."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        import orjson
-
-        line = {
-            "timestamp": self.formatTime(record),
-            "level": record.levelname,
-            "target": record.name,
-            "message": record.getMessage(),
-        }
-        if (trace := current_trace()) is not None:
-            line["trace_id"] = trace.trace_id
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return orjson.dumps(line).decode()
 
 
 # Poolings by their names in TEI, which are the values of --pooling.

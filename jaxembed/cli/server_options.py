@@ -3,6 +3,7 @@ the values of the options."""
 
 import ipaddress
 import os
+import sys
 from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import urlsplit
@@ -147,6 +148,14 @@ SERVER_OPTIONS = section(
         show_default=True,
         help="Seconds that admitted requests have to finish after SIGTERM.",
     ),
+    click.option(
+        "--front-ends",
+        type=click.IntRange(0, 64),
+        default=ServerConfig.front_ends,
+        show_default=True,
+        help="Processes that read and answer HTTP for the engine's process, for accelerators that "
+        "one process cannot feed; 0 reads HTTP in the engine's process. Linux only.",
+    ),
     tei_option(
         "--prometheus-port",
         type=click.IntRange(0, 65535),
@@ -258,6 +267,10 @@ def server_config(flags: dict[str, Any]) -> ServerConfig:
         parse_media_network,
     )
 
+    if flags["front_ends"] and sys.platform != "linux":
+        raise ConfigError(
+            "--front-ends needs Linux, which distributes connections among processes; leave it out"
+        )
     networks = tuple(map(parse_media_network, flags["media_networks"]))
     if networks and not flags["media_hosts"]:
         raise ConfigError(
@@ -279,6 +292,7 @@ def server_config(flags: dict[str, Any]) -> ServerConfig:
         playground=flags["playground"],
         admin_key=flags["admin_key"],
         admin_port=flags["admin_port"],
+        front_ends=flags["front_ends"],
         notify_socket=os.environ.get("NOTIFY_SOCKET"),
         watchdog_s=watchdog_s(),
     )

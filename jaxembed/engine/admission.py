@@ -82,6 +82,9 @@ class Reservation:
             self.bytes = wanted
             capacity.bytes += count
 
+    async def make_room(self, count: int) -> None:
+        """Do nothing. In a front-end process, borrow `count` bytes for the next `charge`."""
+
     def cover(self, count: int) -> None:
         """Grow the reservation to at least `count` bytes. Raises the errors of `charge`."""
         if count > self.bytes:

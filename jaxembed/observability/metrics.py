@@ -58,7 +58,7 @@ class Counter(Collector):
     def __init__(self, name: str, text: str, read: Callable[[], float] | None = None):
         """Make a counter that shows what `read` returns, or else the sum of what `inc` adds."""
         self.name, self._text = name, text
-        self._value = 0.0
+        self._value = self._told = 0.0
         self._lock = threading.Lock()
         self._read = read or (lambda: self._value)
 
@@ -70,6 +70,19 @@ class Counter(Collector):
     def set_function(self, read: Callable[[], float]) -> None:
         """Show what `read` returns, instead of the sum of what `inc` adds."""
         self._read = read
+
+    def growth(self) -> float:
+        """Return what `inc` has added since the last call."""
+        with self._lock:
+            self._told, before = self._value, self._told
+            return self._told - before
+
+    def grow(self, growth: float) -> None:
+        """Add the growth of the same counter in another process. Raises ValueError if it is
+        negative."""
+        if growth < 0:
+            raise ValueError("a counter does not get smaller")
+        self.inc(growth)
 
     @property
     def value(self) -> float:
@@ -94,6 +107,7 @@ class BufferedHistogram(Collector):
         self._created_at = time.time()
         self._counts = np.zeros(len(self._bounds), np.int64)
         self._sum = 0.0
+        self._told: tuple[Any, float] = (0, 0.0)  # what `growth` has told so far
         self._buffer: deque[float] = deque()
         self._lock = threading.Lock()
 
@@ -109,6 +123,28 @@ class BufferedHistogram(Collector):
             self._buffer.extend(values)
         else:
             self._count_buffered(values)
+
+    def growth(self) -> list[Any]:
+        """Return the number of values in each bucket that has grown since the last call, by the
+        index of the bucket, and the sum of these values. The list is empty if there are none."""
+        counts, total = self._count_buffered()
+        more, places = counts - self._told[0], np.flatnonzero(counts != self._told[0]).tolist()
+        growth = [dict(zip(places, more[places].tolist(), strict=True)), total - self._told[1]]
+        self._told = counts, total
+        return growth if places else []
+
+    def grow(self, growth: list[Any]) -> None:
+        """Add the growth of the same histogram in another process. Raises ValueError for any other
+        growth."""
+        if not growth:
+            return
+        counts, total = growth
+        places, more = np.array(list(counts), np.int64), np.array(list(counts.values()), np.int64)
+        if (places < 0).any() or (places >= len(self._counts)).any() or (more < 0).any():
+            raise ValueError("the growth is not that of this histogram")
+        with self._lock:
+            self._counts[places] += more
+            self._sum += float(total)
 
     def totals(self) -> tuple[int, float]:
         """Return the number of all values observed so far, and the sum of these values."""
@@ -152,6 +188,15 @@ class Labelled(Collector, Generic[Series]):
         # returns the series of a value of the label
         self.labels: Callable[[str], Series] = series.__getitem__
 
+    def growth(self) -> dict[str, Any]:
+        """Return the growth of each series that has grown, by its value of the label."""
+        return {name: grown for name, one in self._series.items() if (grown := one.growth())}
+
+    def grow(self, growth: dict[str, Any]) -> None:
+        """Add the growth of the same metric in another process."""
+        for name, grown in growth.items():
+            self._series[name].grow(grown)
+
     def collect(self) -> Iterable[Metric]:
         """Return all series as one metric."""
         families: dict[str, Metric] = {}
@@ -185,6 +230,18 @@ class InputSeries(Collector):
         )
         self._buffer: deque[tuple[float, float, float]] = deque()
         self._lock = threading.Lock()
+
+    def growth(self) -> list[Any]:
+        """Return the growth of each histogram; an empty list if none has grown."""
+        self._count_buffered()
+        growth = [series.growth() for series in (self._total, *self._stages)]
+        return growth if any(growth) else []
+
+    def grow(self, growth: list[Any]) -> None:
+        """Add the growth of the same metrics in another process."""
+        if growth:
+            for series, grown in zip((self._total, *self._stages), growth, strict=True):
+                series.grow(grown)
 
     @property
     def count(self) -> int:
@@ -280,12 +337,23 @@ class Telemetry:
     def __init__(self, max_input_tokens: int = 2**19):
         self.registry = CollectorRegistry()
         self._reads: dict[int, list[Callable[[], float]]] = {}
+        self._grown: dict[str, Any] = {}  # the metrics that grow, by name
         self._add_tei_metrics(max_input_tokens)
         self._add_jaxembed_metrics()
 
     def exposition(self) -> bytes:
         """Return the metrics in Prometheus' text format, version 0.0.4."""
         return text_format(self.registry)
+
+    def growth(self) -> dict[str, Any]:
+        """Return the growth of each metric that has grown since the last call, by name."""
+        return {name: grown for name, one in self._grown.items() if (grown := one.growth())}
+
+    def grow(self, growth: Mapping[str, Any]) -> None:
+        """Add the growth of the metrics of the same model in another process. Raises KeyError,
+        TypeError or ValueError for any other growth."""
+        for name, grown in growth.items():
+            self._grown[name].grow(grown)
 
     def set_compile_events(self, events: Any) -> None:
         """Show the counts and seconds of `events`, the CompileEvents of the process."""
@@ -402,6 +470,7 @@ class Telemetry:
     def _add(self, series: Added) -> Added:
         """Register a series and return it."""
         self.registry.register(series)
+        self._grown[str(len(self._grown))] = series
         return series
 
     def _counter(self, name: str, text: str) -> Counter:

@@ -90,6 +90,13 @@ class FutureTrace:
     # the batches that computed sequences of the future, each with its span context
     runs: list[tuple[BatchRun, Any]] = field(default_factory=list)
 
+    def add(self, queued_at: float | None, runs: Sequence[tuple[float, float, str]]) -> None:
+        """Add the batches that another process ran: begin, end and context of each."""
+        self.queued_at = queued_at
+        for started_at, ended_at, context in runs:
+            run = BatchRun("", "", 0.0, 0, 0, 0, False, started_at, ended_at)
+            self.runs.append((run, self.trace.tracer.read_context(context)))
+
     def finish(self) -> None:
         """Add the stages of a future that is complete or was dropped to the trace.
 
@@ -112,6 +119,11 @@ class Tracer(Protocol):
     """Makes spans from the records of requests and batches, and sends the spans. The methods raise
     no errors, and only `close` waits."""
 
+    @property
+    def settings(self) -> tuple[str, str, str]:
+        """Endpoint, name of the service, and protocol, to make such a tracer elsewhere."""
+        ...
+
     def begin(self, scope: Mapping[str, Any]) -> Trace | None:
         """Return the trace of the request with this ASGI scope, or None if it is not sampled."""
 
@@ -122,6 +134,21 @@ class Tracer(Protocol):
     def trace_batch(self, run: BatchRun, futures: Sequence[FutureTrace]) -> None:
         """Make the span of a batch with links to the requests that it computes, and add `run` and
         the context of the span to `futures`, the records of these requests."""
+
+    def context_of(self, trace: Trace) -> str:
+        """Return the context of the span of a request, for `read_trace` in another process."""
+        ...
+
+    def read_trace(self, context: str) -> Trace:
+        """Return a record of a request that another process traces, to link batches to it."""
+        ...
+
+    def write_context(self, context: Any) -> str:
+        """Return the context of a batch's span, for `read_context` in another process."""
+        ...
+
+    def read_context(self, context: str) -> Any:
+        """Return the context of a span that another process made."""
 
     def close(self, timeout_s: float) -> None:
         """Send the spans that were not sent yet, within `timeout_s` seconds."""

@@ -2,9 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 
 import numpy as np
 
@@ -14,17 +13,11 @@ from jaxembed.checkpoints.source import ModelSource
 from jaxembed.config import EngineConfig, TextConfig
 from jaxembed.data.inputs import Image, Pair, Text
 from jaxembed.data.outputs import OutputName
-from jaxembed.engine.admission import Admission, Capacity, Cost, Reservation, capacity_of
+from jaxembed.engine.admission import Admission, Capacity, capacity_of
 from jaxembed.engine.compiles import compile_events, keep_programs
 from jaxembed.engine.engine import EngineState
 from jaxembed.observability.metrics import Telemetry
-from jaxembed.preprocessing.text import (
-    DECODED_BYTES,
-    PIECE_BYTES,
-    TextProcessor,
-    TokenizationOptions,
-)
-from jaxembed.preprocessing.tokenizer import TokenPiece
+from jaxembed.preprocessing.text import TokenizationOptions
 from jaxembed.runtime.requests import ComputeRequest
 from jaxembed.runtime.routes import (
     LoadedRoute,
@@ -32,17 +25,15 @@ from jaxembed.runtime.routes import (
     load_routes,
     load_specs,
     plan_routes,
-    tokenizer_threads,
 )
-from jaxembed.runtime.runner import Dispatcher
-from jaxembed.runtime.tasks import Tasks
+from jaxembed.runtime.served import ServedModel, tokenizer_threads
 
 logger = logging.getLogger(__name__)
 
 QUEUED_BATCHES = 64  # batches that may wait for each device before requests are refused
 
 
-class LoadedModel(Dispatcher):
+class LoadedModel(ServedModel[LoadedRoute]):
     """A model that is loaded and runs requests, which its `tasks` make.
 
     Each route in `routes` takes texts or images, and a request names its route.
@@ -67,7 +58,7 @@ class LoadedModel(Dispatcher):
         compile_cache: bool = True,
     ):
         self.config = config or EngineConfig()
-        self.text = text or TextConfig()
+        text = text or TextConfig()
         if compile_cache:
             try:
                 keep_programs(source.cache_dir)
@@ -78,38 +69,18 @@ class LoadedModel(Dispatcher):
                     error,
                 )
         self.path = hub.resolve(source)  # the folder of the checkpoint
-        self.name = source.name
         specs = load_specs(self.path, source.pooling)
         planned = plan_routes(specs, self.config, source.cache_dir)
         self._planned_bytes = sum(engine.resident_bytes for engine in planned.values())
         reserve(self._planned_bytes)
-        self.telemetry = Telemetry(max(engine.plan.max_input_tokens for engine in planned.values()))
+        telemetry = Telemetry(max(engine.plan.max_input_tokens for engine in planned.values()))
         self.routes = load_routes(
-            self.name, self.path, self.text, self.telemetry, planned, specs, on_progress
+            source.name, self.path, text, telemetry, planned, specs, on_progress
         )
-        # The routes that take texts. A model has at most one more, which takes images.
-        self.text_routes = {name: route for name, route in self.routes.items() if route.takes_texts}
-        self.takes_images = len(self.text_routes) < len(self.routes)
         # The routes with an engine of their own, so that each engine is here once.
         self.engines = {
             name: route for name, route in self.routes.items() if not route.shares_engine
         }
-        self._texts = specs.of_texts
-        self.main = self.routes[self._texts.main_route]
-        self.spec, plan = self.main.spec, self.main.plan
-        self.runner = self.main.runner  # the server uses it to call functions off the event loop
-        self.device, self.dtype = plan.device_name, plan.dtype
-        self.max_input_tokens = plan.max_input_tokens
-        # An input of more tokens than a batch may have runs alone in its batch.
-        self.max_batch_tokens = max(plan.max_batch_tokens, plan.max_input_tokens)
-        self.tokenization_workers = tokenizer_threads(self.text)
-        # The largest memory that all tokenizer threads together take.
-        self.tokenizing_bytes = self.tokenization_workers * sum(
-            route.processor.job_bytes for route in self.routes.values()
-        )
-        self.tasks = Tasks(
-            self.name, specs, self.main.text_processor, self.text, load_ranges(self.path)
-        )
         engines = [route.engine for route in self.engines.values()]
         admission = Admission(
             capacity or capacity_of(self.config),
@@ -120,7 +91,20 @@ class LoadedModel(Dispatcher):
             # the recent throughput of the slowest engine; 0 before the first batch
             lambda: min(filter(None, [engine.tokens_per_s for engine in engines]), default=0.0),
         )
-        super().__init__({name: route.runner for name, route in self.routes.items()}, admission)
+        super().__init__(
+            source.name, specs, self.routes, text, telemetry, load_ranges(self.path), admission
+        )
+        self.main = self.routes[specs.of_texts.main_route]
+        plan = self.main.plan
+        self.device, self.dtype = plan.device_name, plan.dtype
+        self.max_input_tokens = plan.max_input_tokens
+        # An input of more tokens than a batch may have runs alone in its batch.
+        self.max_batch_tokens = max(plan.max_batch_tokens, plan.max_input_tokens)
+        self.tokenization_workers = tokenizer_threads(text)
+        # The largest memory that all tokenizer threads together take.
+        self.tokenizing_bytes = self.tokenization_workers * sum(
+            route.processor.job_bytes for route in self.routes.values()
+        )
         self.telemetry.set_compile_events(compile_events())
         self.telemetry.held_bytes.set_function(lambda: self.admission.capacity.bytes)
         self.telemetry.admitted_inputs.set_function(lambda: self.admission.inputs)
@@ -133,56 +117,6 @@ class LoadedModel(Dispatcher):
             except BaseException:
                 self.close()  # or the threads would keep the model and its device memory alive
                 raise
-
-    async def tokenize_async(
-        self,
-        texts: Sequence[str],
-        *,
-        add_special_tokens: bool,
-        prompt_name: str | None,
-        reservation: Reservation | None = None,
-    ) -> list[list[TokenPiece]]:
-        """Return the tokens of each text, with the prompt in front of the text, and byte offsets.
-
-        Texts are not truncated. For admission each character counts as a token. `reservation`
-        counts the memory of the HTTP request; None: a new reservation. Raises UnknownPrompt,
-        UnknownRoute, EmptyInput, TokenizerError, BackendError if the model is closed, and the
-        errors of `Admission.admit`.
-        """
-        route = self.routes[self.tasks.route_of_prompt(prompt_name)]
-        processor = route.text_processor
-        prompt = processor.prompt(None, prompt_name)
-        characters = sum(map(len, texts)) + len(texts) * len(prompt)
-        call = partial(processor.pieces, texts, special=add_special_tokens, prompt=prompt)
-        cost = Cost(len(texts), characters, characters * PIECE_BYTES)
-        with self.admission.admit(cost, reservation, is_run=False):
-            return await route.runner.off_loop(call)
-
-    async def decode_async(
-        self,
-        ids: Sequence[Sequence[int]],
-        *,
-        skip_special_tokens: bool,
-        prompt_name: str | None = None,
-        reservation: Reservation | None = None,
-    ) -> list[str]:
-        """Decode each list of token ids with the tokenizer of the prompt's route.
-
-        `reservation` counts the memory of the HTTP request; None: a new reservation. Raises
-        UnknownRoute, EmptyInput, InvalidInput for an id outside the vocabulary, BackendError if the
-        model is closed, and the errors of `Admission.admit`.
-        """
-        route = self.routes[self.tasks.route_of_prompt(prompt_name)]
-        call = partial(route.text_processor.decode, ids, skip_special_tokens=skip_special_tokens)
-        tokens = sum(map(len, ids))
-        cost = Cost(len(ids), tokens, tokens * DECODED_BYTES)
-        with self.admission.admit(cost, reservation, is_run=False):
-            return await route.runner.off_loop(call)
-
-    def text_processor_of(self, name: str) -> TextProcessor:
-        """Return the text processor of the route `name`, or that of the main route if `name` takes
-        images."""
-        return self.text_routes.get(name, self.main).text_processor
 
     @property
     def resident_bytes(self) -> int:
@@ -243,10 +177,10 @@ class LoadedModel(Dispatcher):
             "tokenizing_bytes": self.tokenizing_bytes,
             "cache_bytes": self.config.cache_bytes,
         }
-        if len(self._texts.specs) > 1:
-            described["default_route"] = self._texts.default
+        if len(self.specs.of_texts.specs) > 1:
+            described["default_route"] = self.specs.of_texts.default
             described["routes"] = {
-                route: _describe_route(self.routes[route]) for route in self._texts.specs
+                route: _describe_route(self.routes[route]) for route in self.specs.of_texts.specs
             }
         for route in self.routes.values():
             if not route.takes_texts:

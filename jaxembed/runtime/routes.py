@@ -2,7 +2,6 @@
 computes them."""
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +19,7 @@ from jaxembed.data.spec import (
     Routes,
 )
 from jaxembed.engine.build import Plan, build, host_plan, make_plan
+from jaxembed.engine.engine import Engine
 from jaxembed.engine.host import HostEngine, ServedEngine
 from jaxembed.engine.placement import placed_bytes
 from jaxembed.errors import CheckpointError, ConfigError
@@ -27,10 +27,11 @@ from jaxembed.memory import MIB
 from jaxembed.models import native, program
 from jaxembed.models.static import Means, numpy_means, static_model, static_shapes
 from jaxembed.observability.metrics import Telemetry
-from jaxembed.preprocessing.images.processor import ImageProcessor, Processor
+from jaxembed.preprocessing.images.processor import Processor
 from jaxembed.preprocessing.text import TextProcessor
 from jaxembed.runtime.quantization import Similarity, check, measured_similarity
-from jaxembed.runtime.runner import RequestRunner, runner_of
+from jaxembed.runtime.runner import HostRunner, QueueRunner, RequestRunner
+from jaxembed.runtime.served import ServedRoute, processor_of
 from jaxembed.runtime.tasks import KIND
 
 logger = logging.getLogger(__name__)
@@ -149,30 +150,16 @@ def plan_engine(spec: ModelSpec, config: EngineConfig, cache_dir: Path) -> Plann
 
 
 @dataclass(frozen=True)
-class LoadedRoute:
-    """A loaded route: the processor of its inputs, and the engine that computes them.
+class LoadedRoute(ServedRoute):
+    """A loaded route, with the engine that computes it and the plan of the engine.
 
     A route with `shares_engine` takes images, and its engine is the one of the route of texts.
     """
 
-    spec: ModelSpec
     plan: Plan
-    processor: Processor
     engine: ServedEngine
-    runner: RequestRunner
     similarity: Similarity | None = None  # of the vectors to those without quantization
     shares_engine: bool = False
-
-    @property
-    def takes_texts(self) -> bool:
-        """Whether the inputs of the route are texts; otherwise they are images."""
-        return isinstance(self.processor, TextProcessor)
-
-    @property
-    def text_processor(self) -> TextProcessor:
-        """The processor of a route that takes texts."""
-        assert isinstance(self.processor, TextProcessor)
-        return self.processor
 
 
 def load_specs(path: Path, pooling: PoolingChoice | None) -> Routes:
@@ -229,11 +216,15 @@ def plan_routes(specs: Routes, config: EngineConfig, cache_dir: Path) -> dict[st
     }
 
 
-def tokenizer_threads(text: TextConfig) -> int:
-    """Return the number of tokenizer threads: --tokenization-workers or, by TEI's rule, one less
-    than the cores, at most 64. The default is at least 4, so that one huge text does not delay all
-    other texts."""
-    return text.workers or min(max((os.cpu_count() or 2) - 1, 4), 64)
+def runner_of(
+    engine: ServedEngine, processor: Processor, telemetry: Telemetry, spec: ModelSpec
+) -> RequestRunner:
+    """Return the runner for requests to an engine. `processor` tokenizes their inputs."""
+    if isinstance(engine, HostEngine):
+        assert isinstance(processor, TextProcessor)
+        return HostRunner(processor, engine, telemetry, spec)
+    assert isinstance(engine, Engine)
+    return QueueRunner(processor, engine, telemetry, spec)
 
 
 def load_routes(
@@ -252,7 +243,6 @@ def load_routes(
     engines are not started yet. Raises CheckpointError and ConfigError.
     """
     routes: dict[str, LoadedRoute] = {}
-    workers = tokenizer_threads(text)
     progress: dict[str, tuple[int, int]] = dict.fromkeys(planned, (0, 0))
 
     def note(route: str, done: int, total: int) -> None:
@@ -264,28 +254,27 @@ def load_routes(
 
     for route, spec in specs.specs.items():
         folder, plan = checkpoint.route_path(path, route), planned[route].plan
-        if spec.takes_texts:
-            processor = TextProcessor(
-                checkpoint.tokenizer_path(folder), spec, plan.max_input_tokens, text, workers
-            )
-        else:
-            processor = ImageProcessor(spec, workers)
+        processor = processor_of(
+            folder, spec, plan.max_input_tokens, text, takes_texts=spec.takes_texts
+        )
         log_name = f"{name}, {route}" if route else name
         engine = planned[route].load(folder, telemetry, partial(note, route), log_name)
         routes[route] = LoadedRoute(
             spec,
-            plan,
             processor,
-            engine,
             runner_of(engine, processor, telemetry, spec),
+            plan.device_name,
+            plan.dtype,
+            plan,
+            engine,
             planned[route].similarity,
         )
     if specs.is_dual:
         return {"": routes.pop(TEXT_ROUTE)} | routes  # requests for texts have the route ""
     if specs.image is not None:  # the engine of the texts also runs the images
         texts = routes[""]
-        processor = ImageProcessor(texts.spec, workers)
         limit = texts.plan.max_input_tokens
+        processor = processor_of(path, texts.spec, limit, text, takes_texts=False)
         if limit < processor.limit:
             raise ConfigError(
                 f"--max-input-length {limit} is less than the {processor.limit} tokens of an image "

@@ -10,14 +10,19 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import chain, islice
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from jaxembed.data.inputs import Text
 from jaxembed.data.spec import IMAGE_ROUTE, ModelSpec
-from jaxembed.data.work import Work, empty_result, join_results, join_work, work_from_encodings
-from jaxembed.engine.admission import Admission, Cost, Reservation
-from jaxembed.engine.engine import Engine
-from jaxembed.engine.host import HostEngine, ServedEngine
+from jaxembed.data.work import (
+    Work,
+    WorkResult,
+    empty_result,
+    join_results,
+    join_work,
+    work_from_encodings,
+)
+from jaxembed.engine.admission import Admission, Cost, Permit, Reservation
 from jaxembed.errors import BackendError, InvalidInput, NoInputs
 from jaxembed.observability.metrics import ANSWER_STAGES, Telemetry
 from jaxembed.observability.tracing import FutureTrace, Trace, current_trace
@@ -35,9 +40,12 @@ from jaxembed.runtime.requests import (
     excess_bytes,
 )
 
+if TYPE_CHECKING:  # front-end processes import no JAX
+    from jaxembed.engine.engine import Engine
+    from jaxembed.engine.host import HostEngine
+
 Part = TypeVar("Part")  # the result of a job
 Job = Callable[[Row | None, Sequence], Part]  # called with the result of `Request.share`, a chunk
-OnCost = Callable[[Cost], object]  # called with the cost of a request
 
 # The number of jobs of one asynchronous request that are submitted at a time, for each thread. Jobs
 # of other requests run between these jobs.
@@ -68,23 +76,23 @@ class RequestRunner(ABC):
             return self._empty_answer(request)
         return self._answer(request, self._run(request))
 
-    async def run_async(self, request: Request[Answer], on_cost: OnCost | None = None) -> Answer:
+    async def run_async(self, request: Request[Answer], permit: Permit | None = None) -> Answer:
         """Run a request without blocking the event loop.
 
-        `on_cost` is called, from any thread, with the exact cost before the engine computes, and
-        again if the cost grows. If the asyncio task is cancelled, queued work is dropped. Raises
-        InvalidInput, TokenizerError, BackendError, and what `on_cost` raises.
+        The cost that `permit` counts is corrected before the engine computes, and again if it
+        grows. If the asyncio task is cancelled, queued work is dropped. Raises InvalidInput,
+        TokenizerError, BackendError, and the errors of `Permit.correct`.
         """
         if not request.items:
             return self._empty_answer(request)
-        return self._answer(request, await self._run_async(request, on_cost))
+        return self._answer(request, await self._run_async(request, permit))
 
     @abstractmethod
     def _run(self, request: Request) -> Run:
         """Tokenize and compute a request, and block until that is done."""
 
     @abstractmethod
-    async def _run_async(self, request: Request, on_cost: OnCost | None) -> Run:
+    async def _run_async(self, request: Request, permit: Permit | None) -> Run:
         """Tokenize and compute a request without blocking the event loop."""
 
     def off_loop(self, call: Callable, *arguments) -> asyncio.Future:
@@ -173,10 +181,51 @@ class RequestRunner(ABC):
         return request.finish(self.spec, run)
 
 
-class QueueRunner(RequestRunner):
-    """Runs requests on an Engine: tokenizes a request in jobs, and queues it as a whole."""
+class Computed(NamedTuple):
+    """The result of an engine for some work. Times have an element for each sequence."""
 
-    def __init__(self, processor: Processor, engine: Engine, telemetry: Telemetry, spec: ModelSpec):
+    values: WorkResult
+    queue_s: list[float]
+    inference_s: list[float]
+    cached: int  # number of sequences that the cache answered
+
+
+class TokenizingRunner(RequestRunner):
+    """Tokenizes a request in jobs, and then has it computed as a whole."""
+
+    @abstractmethod
+    async def _compute_async(
+        self, work: Work, request: Request, permit: Permit | None, trace: FutureTrace | None
+    ) -> Computed:
+        """Have the work of a request computed, without blocking the event loop."""
+
+    async def _run_async(self, request: Request, permit: Permit | None) -> Run:
+        started_at = time.monotonic()
+        job = partial(request.prepare, self.processor)
+        parts = self._run_short(request, job) or await self._run_jobs_async(request, job)
+        tokenized = _join_chunks(parts, request)
+        work, tokenized_at = tokenized.work, time.monotonic()
+        if permit is not None:
+            permit.correct(request.cost(self.spec, len(work), work.tokens))
+        trace, engine_trace = current_trace(), None
+        if trace is not None:
+            trace.note("tokenize", started_at, tokenized_at)
+            engine_trace = FutureTrace(trace)
+        try:
+            done = await self._compute_async(work, request, permit, engine_trace)
+        finally:
+            if engine_trace is not None:
+                engine_trace.finish()
+        times = tokenized_at - started_at, done.queue_s, done.inference_s
+        return Run(done.values, tokenized, *times, cached=done.cached)
+
+
+class QueueRunner(TokenizingRunner):
+    """Runs requests on an Engine, which queues them."""
+
+    def __init__(
+        self, processor: Processor, engine: "Engine", telemetry: Telemetry, spec: ModelSpec
+    ):
         super().__init__(processor, telemetry, spec)
         self._engine = engine
 
@@ -198,19 +247,10 @@ class QueueRunner(RequestRunner):
         times = future.queue_s.tolist(), future.inference_s.tolist()
         return Run(future.values, tokenized, tokenization_s, *times, cached=future.cached_inputs)
 
-    async def _run_async(self, request: Request, on_cost: OnCost | None) -> Run:
-        """Tokenize a request, queue it, and wait until the engine calls `wake`."""
-        started_at = time.monotonic()
-        job = partial(request.prepare, self.processor)
-        parts = self._run_short(request, job) or await self._run_jobs_async(request, job)
-        tokenized = _join_chunks(parts, request)
-        work, tokenized_at = tokenized.work, time.monotonic()
-        if on_cost is not None:
-            on_cost(request.cost(self.spec, len(work), work.tokens))
-        trace, engine_trace = current_trace(), None
-        if trace is not None:
-            trace.note("tokenize", started_at, tokenized_at)
-            engine_trace = FutureTrace(trace)
+    async def _compute_async(
+        self, work: Work, request: Request, permit: Permit | None, trace: FutureTrace | None
+    ) -> Computed:
+        """Queue the work, and wait until the engine calls `wake`."""
         loop = asyncio.get_running_loop()
         done = loop.create_future()
 
@@ -218,26 +258,22 @@ class QueueRunner(RequestRunner):
             with contextlib.suppress(RuntimeError):  # if the loop is closed, nobody waits
                 loop.call_soon_threadsafe(_wake, done)
 
-        future = self._engine.submit(work, wake, request.priority, engine_trace, loop.call_soon)
+        future = self._engine.submit(work, wake, request.priority, trace, loop.call_soon)
         try:
             await done
         except asyncio.CancelledError:
             self._engine.cancel(future)
             raise
-        finally:
-            if engine_trace is not None:
-                engine_trace.finish()
-        future.result(timeout_s=0.0)  # raises its error, if any
+        values = future.result(timeout_s=0.0)  # raises its error, if any
         times = future.queue_s.tolist(), future.inference_s.tolist()
-        tokenization_s = tokenized_at - started_at
-        return Run(future.values, tokenized, tokenization_s, *times, cached=future.cached_inputs)
+        return Computed(values, *times, cached=future.cached_inputs)
 
 
 class HostRunner(RequestRunner):
     """Runs requests on a HostEngine: each job tokenizes a chunk and then computes it."""
 
     def __init__(
-        self, processor: TextProcessor, engine: HostEngine, telemetry: Telemetry, spec: ModelSpec
+        self, processor: TextProcessor, engine: "HostEngine", telemetry: Telemetry, spec: ModelSpec
     ):
         super().__init__(processor, telemetry, spec)
         self._engine = engine
@@ -246,20 +282,20 @@ class HostRunner(RequestRunner):
         job = partial(self._compute, request, None, None)  # `add` and `trace` are None
         return _join_runs(self._run_short(request, job) or self._run_jobs(request, job), request)
 
-    async def _run_async(self, request: Request, on_cost: OnCost | None) -> Run:
+    async def _run_async(self, request: Request, permit: Permit | None) -> Run:
         # Two pairs of numbers of sequences and tokens: those that admission knows, and the sums
         # over the jobs so far.
         told, sums = self.processor.estimate(request.inputs(), request.tokenization), (0, 0)
         lock = threading.Lock()
 
         def add(work: Work) -> None:
-            """Add the size of a job to the sums, and call `on_cost` if they exceed `told`."""
+            """Add the size of a job to the sums, and correct the permit if they exceed `told`."""
             nonlocal told, sums
             with lock:
                 sums = sums[0] + len(work), sums[1] + work.tokens
                 larger = max(sums[0], told[0]), max(sums[1], told[1])
-                if larger != told and on_cost is not None:
-                    on_cost(request.cost(self.spec, *larger))
+                if larger != told and permit is not None:
+                    permit.correct(request.cost(self.spec, *larger))
                 told = larger
 
         job = partial(self._compute, request, add, current_trace())
@@ -293,17 +329,6 @@ class HostRunner(RequestRunner):
             trace.note("device", tokenized_at, computed_at)
         queue_s, inference_s = [0.0] * count, [computed_at - tokenized_at] * count
         return Run(values, tokenized, tokenized_at - started_at, queue_s, inference_s)
-
-
-def runner_of(
-    engine: ServedEngine, processor: Processor, telemetry: Telemetry, spec: ModelSpec
-) -> RequestRunner:
-    """Return the runner for requests to an engine. `processor` tokenizes their inputs."""
-    if isinstance(engine, HostEngine):
-        assert isinstance(processor, TextProcessor)
-        return HostRunner(processor, engine, telemetry, spec)
-    assert isinstance(engine, Engine)
-    return QueueRunner(processor, engine, telemetry, spec)
 
 
 class Dispatcher:
@@ -345,6 +370,12 @@ class Dispatcher:
             return cast(Answer, await self._answer_parts(request, self.run_async))
         return await self._runners[request.route].run_async(request)
 
+    async def admit(
+        self, cost: Cost, reservation: Reservation | None, *, is_run: bool = True
+    ) -> Permit:
+        """Admit a request as `Admission.admit` does."""
+        return self.admission.admit(cost, reservation, is_run=is_run)
+
     async def answer(
         self, request: Request[Answer], reservation: Reservation | None = None
     ) -> Answer:
@@ -363,11 +394,14 @@ class Dispatcher:
             return cast(Answer, await self._answer_parts(request, answer_part))
         runner = self._runners[request.route]
         estimate = runner.processor.estimate(request.inputs(), request.tokenization)
-        with self.admission.admit(request.cost(runner.spec, *estimate), reservation) as permit:
-            answer = await runner.run_async(request, permit.correct)
+        cost = request.cost(runner.spec, *estimate)
+        with await self.admit(cost, reservation) as permit:
+            answer = await runner.run_async(request, permit)
             if isinstance(answer, Embeddings) and "sparse" in answer.values:
                 # the answer may have more terms than the cost assumes
-                permit.reservation.charge(excess_bytes(answer))
+                count = excess_bytes(answer)
+                await permit.reservation.make_room(count)
+                permit.reservation.charge(count)
             if isinstance(answer, Embeddings | Scores):
                 permit.charge_answer(int(answer.num_tokens.sum()))
             return answer

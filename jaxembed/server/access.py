@@ -6,11 +6,13 @@ import math
 import random
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 from werkzeug.exceptions import BadRequest
 
+from jaxembed.engine.quota import Quota, RateState
+from jaxembed.server.auth.keyring import ApiKey
 from jaxembed.server.auth.permissions import open_account, use_key
 from jaxembed.server.errors import REPOSITORY, Unauthorized
 from jaxembed.server.http.exchange import Exchange, Response, current_exchange
@@ -56,7 +58,7 @@ class Access:
         # that a user opens could call a server on the user's machine if all origins were allowed.
         self._origins = config.cors_allow_origins or (("*",) if self._needs_key else ())
 
-    def begin(self, exchange: Exchange) -> Response | None:
+    async def begin(self, exchange: Exchange) -> Response | None:
         """Check the head of a request before its handler, and give the request its id.
 
         Returns the response to a CORS preflight request, or None for any other request. Raises
@@ -95,32 +97,19 @@ class Access:
             return Response(b"", 204, headers=allowed)
         needs_none = _asks_open_route(exchange) or exchange.path.startswith(REPOSITORY)
         if self._needs_key and not needs_none:
-            self._check_key(exchange)
+            await self._check_key(exchange)
         return None
 
-    def _check_key(self, exchange: Exchange) -> None:
-        """Check the API key of the request.
+    async def _check_key(self, exchange: Exchange) -> None:
+        """Check the API key of the request. Raises the errors of `identify`."""
 
-        Raises Unauthorized if the key is missing, unknown or expired. For a key of the key file,
-        raises also Forbidden and QuotaExceeded.
-        """
-        keyring = self._service.keyring
-        sent_key = _sent_key(exchange)
-        if keyring is not None and sent_key and (key := keyring.find(sent_key)):
-            quota = keyring.quota(key)
-            exchange.key_name = key.name
-            if key.is_expired(keyring.now()):
-                quota.refuse("expired")  # counts the refusal
-                raise Unauthorized(
-                    f"the key `{key.name}` has expired: it was valid until {key.expires}"
-                )
-            use_key(key, quota)
-            return
-        if not _is_one_of(sent_key, self._service.config.api_keys):
-            if keyring is not None:
-                keyring.unknown += 1
-            raise Unauthorized("missing or wrong API key; send it as `Authorization: Bearer <key>`")
-        exchange.key_name = KEY_FLAG
+        def note(name: str, key: ApiKey | None, quota: Quota | None) -> None:
+            exchange.key_name = name
+            if quota is not None:
+                exchange.key, exchange.quota = key, quota
+                open_account(quota)
+
+        identify(self._service, sent_key(exchange), exchange.method, exchange.path, note)
 
     async def finish(self, exchange: Exchange, response: Response) -> None:
         """Add the headers that all responses have, errors included. If it is an error, discard the
@@ -130,7 +119,7 @@ class Access:
             await discard_body()
         headers["x-request-id"] = exchange.request_id
         if exchange.quota is not None:
-            for state in exchange.quota.states():  # OpenAI's header names
+            for state in await self._rate_states(exchange):  # OpenAI's header names
                 headers[f"x-ratelimit-limit-{state.kind}"] = str(state.limit)
                 headers[f"x-ratelimit-remaining-{state.kind}"] = str(state.remaining)
                 headers[f"x-ratelimit-reset-{state.kind}"] = format_duration(state.reset_s)
@@ -148,6 +137,10 @@ class Access:
         is_http1 = exchange.scope["http_version"].startswith("1")
         if exchange.closes or (service.models.draining and is_http1):
             headers["connection"] = "close"
+
+    async def _rate_states(self, exchange: Exchange) -> Sequence[RateState]:
+        """Return the states of the limits per minute of the request's key."""
+        return exchange.quota.states()
 
     def write_audit(self, exchange: Exchange, *, expired: bool) -> None:
         """Write a line about the request to the audit log, unless it reads an open route. The line
@@ -174,6 +167,38 @@ class Access:
         )
 
 
+def identify(
+    service: Service,
+    sent: bytes,
+    method: str,
+    path: str,
+    note: Callable[[str, ApiKey | None, Quota | None], object],
+) -> None:
+    """Check the API key that a request has sent, and count the request for the quota of the key.
+
+    `note` is called with the name of the key and, for a valid key of the key file, the key and its
+    quota, before the request may be refused. Raises Unauthorized if the key is missing, unknown or
+    expired. For a key of the key file, raises also Forbidden and QuotaExceeded.
+    """
+    keyring = service.keyring
+    if keyring is not None and sent and (key := keyring.find(sent)):
+        quota = keyring.quota(key)
+        note(key.name, None, None)
+        if key.is_expired(keyring.now()):
+            quota.refuse("expired")  # counts the refusal
+            raise Unauthorized(
+                f"the key `{key.name}` has expired: it was valid until {key.expires}"
+            )
+        note(key.name, key, quota)
+        use_key(key, quota, method, path)
+        return
+    if not _is_one_of(sent, service.config.api_keys):
+        if keyring is not None:
+            keyring.unknown += 1
+        raise Unauthorized("missing or wrong API key; send it as `Authorization: Bearer <key>`")
+    note(KEY_FLAG, None, None)
+
+
 async def check_admin_key() -> None:
     """Raise Unauthorized if the admin key of the request is missing or wrong.
 
@@ -192,7 +217,7 @@ async def check_admin_key() -> None:
                 "whose host is 127.0.0.1, localhost or ::1; set --admin-key to accept others"
             )
         return
-    if not _is_one_of(_sent_key(exchange), (key,)):
+    if not _is_one_of(sent_key(exchange), (key,)):
         raise Unauthorized(
             "missing or wrong admin key; send it as `Authorization: Bearer <key>` (an API key is "
             "not accepted here)"
@@ -214,7 +239,7 @@ def _is_one_of(sent_key: bytes, keys: Sequence[str]) -> bool:
     return any([hmac.compare_digest(sent_key, key.encode()) for key in keys])  # compares with all
 
 
-def _sent_key(exchange: Exchange) -> bytes:
+def sent_key(exchange: Exchange) -> bytes:
     """Return the key in `Authorization: Bearer <key>`; empty if the request has none."""
     scheme, _, sent_key = exchange.headers.get("authorization", "").partition(" ")
     # headers are decoded as latin-1; encoding restores the bytes that the client sent

@@ -6,19 +6,21 @@ from collections.abc import Awaitable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxembed.data.outputs import OutputName
 from jaxembed.data.spec import Task
 from jaxembed.engine.admission import Reservation
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.observability.tracing import Trace, current_trace
-from jaxembed.runtime.model import LoadedModel
 from jaxembed.runtime.options import Embeddings, Scores, Similarities
 from jaxembed.server.auth.permissions import check_name
 from jaxembed.server.http.exchange import Response, current_exchange
-from jaxembed.server.registry.models import LoadedInstance
 from jaxembed.server.service import Service, current_service
+
+if TYPE_CHECKING:
+    from jaxembed.runtime.served import ServedModel, ServedRoute
+    from jaxembed.server.registry.models import LoadedInstance
 
 Method = Literal["single", "batch"]
 
@@ -52,7 +54,7 @@ class Meter(AbstractContextManager["Meter"]):
 
     # Set by `find`. `adapter` is the adapter that the request names, and `served_name` the name of
     # the model in the response.
-    loaded: LoadedModel = field(init=False)
+    loaded: "ServedModel[ServedRoute]" = field(init=False)
     adapter: str | None = None
     served_name: str = field(init=False)
 
@@ -60,7 +62,7 @@ class Meter(AbstractContextManager["Meter"]):
     images: Sequence[Any] = ()  # the bytes of each image; set when they are read
     route: str = field(init=False)  # the model's route that runs the request; set when it is run
 
-    _lease: LoadedInstance | None = field(default=None, init=False)
+    _lease: "LoadedInstance | None" = field(default=None, init=False)
     _stages: list[tuple[str, float]] = field(default_factory=list, init=False)  # name, seconds
 
     def __exit__(
@@ -103,14 +105,14 @@ class Meter(AbstractContextManager["Meter"]):
 
     async def find(
         self, name: str | None, task: Task | None, outputs: Collection[OutputName] = ()
-    ) -> LoadedModel:
+    ) -> "ServedModel[ServedRoute]":
         """Find the model of the request, load it if needed, and take a lease on it.
 
         Returns the model. `name` is the model that the request names, `task` what the model must be
         able to do, and `outputs` the outputs that it should have. Raises the errors of
         `ModelPool.lease`, and Forbidden if the API key of the request may not use the model.
         """
-        permitted = None if self.service.keyring is None else check_name(name)
+        permitted = check_name(name) if self.service.has_keys else None
         self._lease = await self.service.pool.lease(name, task, permitted, outputs)
         self.loaded = loaded = self._lease.loaded
         models = self.service.models
@@ -145,12 +147,12 @@ class Meter(AbstractContextManager["Meter"]):
         telemetry.request_tokenization.observe(answer.tokenization_s)
         telemetry.request_queue.observe(answer.queue_s)
         telemetry.request_inference.observe(answer.inference_s)
-        plan, total_ms = self.loaded.routes[self.route].plan, f"{int(1000 * total_s)}"
+        route, total_ms = self.loaded.routes[self.route], f"{int(1000 * total_s)}"
         tokens = int(answer.num_tokens.sum())
         response.headers.update(
             {
                 # in the form of TEI's header: `cpu+bfloat16`
-                "x-compute-type": f"{plan.device_name.lower().replace(' ', '-')}+{plan.dtype}",
+                "x-compute-type": f"{route.device_name.lower().replace(' ', '-')}+{route.dtype}",
                 "x-compute-time": total_ms,
                 "x-total-time": total_ms,
                 "x-tokenization-time": f"{int(1000 * answer.tokenization_s)}",

@@ -110,6 +110,7 @@ class OtlpTracer:
 
     def __init__(self, endpoint: str, service_name: str, protocol: Protocol = "grpc"):
         """`endpoint` is the URL of the receiver, or with http/protobuf of its route for spans."""
+        self.settings = endpoint, service_name, protocol
         # OpenTelemetry would log a line for each batch of spans that it cannot send
         library = logging.getLogger("opentelemetry")
         library.handlers, library.propagate = [_Complaints()], False
@@ -220,6 +221,25 @@ class OtlpTracer:
         span.end(self._ns(run.ended_at))
         for future in futures:
             future.runs.append((run, span.get_span_context()))
+
+    def context_of(self, trace: Trace) -> str:
+        """Return the context of the span of a request."""
+        return self.write_context(trace.span[0].get_span_context())
+
+    def read_trace(self, context: str) -> Trace:
+        """Return a record of a request that another process traces."""
+        trace_id, _, _ = context.partition("-")
+        return Trace(trace_id, (NonRecordingSpan(self.read_context(context)), ""), self)
+
+    def write_context(self, context: SpanContext) -> str:
+        """Return the ids of a span in hexadecimal digits."""
+        return f"{context.trace_id:032x}-{context.span_id:016x}"
+
+    def read_context(self, context: str) -> SpanContext:
+        """Return the context of a span with these ids. It is sampled."""
+        trace_id, _, span_id = context.partition("-")
+        ids = int(trace_id, 16), int(span_id, 16)
+        return SpanContext(*ids, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 
     def close(self, timeout_s: float) -> None:
         """Send the remaining spans, for at most `timeout_s` seconds. Spans that are not sent in

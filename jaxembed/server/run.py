@@ -14,36 +14,31 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-
-from hypercorn.asyncio import serve as hypercorn_serve
-from hypercorn.config import Config
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxembed import memory
 from jaxembed.config import PoolLimits, ServerConfig
-from jaxembed.errors import BackendError, ConfigError
+from jaxembed.errors import BackendError
 from jaxembed.observability.tracing import Tracer
 from jaxembed.platform.signals import STOP_SIGNALS, leave
 from jaxembed.runtime.diagnostics.examine import SAMPLE_S
 from jaxembed.runtime.model import LoadedModel
-from jaxembed.server.app import Server, create_admin_app, create_app, create_metrics_app
+from jaxembed.server.app import create_admin_app, create_app, create_metrics_app
 from jaxembed.server.auth.audit import AuditLog
 from jaxembed.server.auth.keyring import Keyring
-from jaxembed.server.http.connection import use_connections
+from jaxembed.server.front.supervisor import FrontEnds
+from jaxembed.server.http.listening import CLOSE_S, collect_rarely, listen, share, start_server, url
 from jaxembed.server.registry.models import Models
 from jaxembed.server.registry.pool import Describe, Load, ModelPool
 from jaxembed.server.routes import playground
+from jaxembed.server.server import Server
 from jaxembed.server.service import Service
 
 logger = logging.getLogger(__name__)
 
-KEEP_ALIVE_S = 75.0  # longer than the 60 s of common load balancers, which should close first
-CLOSE_S = 5.0  # for connections to close after the drain
 FLUSH_S = 3.0  # for sending the last spans
 WATCHDOG_S = 4 * CLOSE_S  # from the timeout of the drain until the timer ends the process
-BACKLOG = 2048
 LOOPBACK = "127.0.0.1"
-MAX_HEADER_BYTES = 64 * 1024
 READY, STOPPING, ALIVE = "READY=1", "STOPPING=1", "WATCHDOG=1"  # states of sd_notify
 
 
@@ -68,15 +63,18 @@ def run(
     ConfigError if a port cannot be bound, and the error of a server that fails.
     """
     pool = ModelPool(models, load, limits, describe)
-    listener = listener or listen(config.host, config.port)
+    listeners = [listener or listen(config.host, config.port)]
+    if config.front_ends:
+        listeners = share(listeners[0], config.front_ends)
     app = create_app(models, config, pool, keyring=keyring, audit=audit, tracer=tracer)
     loop_factory = None  # asyncio's own
     if sys.platform != "win32":
         import uvloop  # not installable on Windows
 
         loop_factory = uvloop.new_event_loop
+    collect_rarely()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        failures = runner.run(_serve_until_stopped(app, listener))
+        failures = runner.run(_serve_until_stopped(app, listeners))
     if keyring is not None or audit is not None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the event loop that handled it has ended
     models.close(timeout_s=CLOSE_S)
@@ -92,18 +90,22 @@ def run(
 
 
 async def serve(
-    app: Server, shutdown: asyncio.Event, listener: socket.socket | None = None
+    app: Server, shutdown: asyncio.Event, listeners: Sequence[socket.socket] = ()
 ) -> None:
     """Serve the app until `shutdown` is set, then drain and close. If the config has ports for
     metrics and for the admin routes, these are served on their ports meanwhile.
 
-    Draining ends when all admitted requests are answered, or after the drain timeout. `listener` is
-    a bound socket; None means that the address in the app's config is bound now. Raises ConfigError
-    if a port cannot be bound, and the error of a server that fails.
+    Draining ends when all admitted requests are answered, or after the drain timeout. `listeners`
+    are bound sockets, one for each front end; none means that the address in the app's config is
+    bound now. Raises ConfigError if a port cannot be bound, and the error of a server that fails.
     """
     models, config = app.service.models, app.service.config
-    closing = asyncio.Event()
-    servers = [_start(app, listener or listen(config.host, config.port), closing)]
+    closing, fronts = asyncio.Event(), app.service.fronts
+    if fronts is not None:
+        servers = [asyncio.create_task(fronts.run())]
+    else:
+        listeners = listeners or [listen(config.host, config.port)]
+        servers = [start_server(app, listeners[0], closing)]
     sampling = asyncio.create_task(_sample(app.service))
     feeding = asyncio.create_task(
         feed_watchdog(config.notify_socket, config.watchdog_s, lambda: not models.stuck)
@@ -111,11 +113,13 @@ async def serve(
     try:
         if config.prometheus_port is not None:
             bound = listen(config.host, config.prometheus_port, flag="--prometheus-port")
-            servers.append(_start(create_metrics_app(app.service), bound, closing, "/metrics"))
+            servers.append(
+                start_server(create_metrics_app(app.service), bound, closing, "/metrics")
+            )
         if config.admin_port is not None:
             bound = listen(LOOPBACK, config.admin_port, flag="--admin-port")
             admin = create_admin_app(app.service)
-            servers.append(_start(admin, bound, closing, "/v2/repository/index"))
+            servers.append(start_server(admin, bound, closing, "/v2/repository/index"))
         stopping = asyncio.create_task(shutdown.wait())
         ended, _ = await asyncio.wait({stopping, *servers}, return_when=asyncio.FIRST_COMPLETED)
         if stopping not in ended:
@@ -124,6 +128,8 @@ async def serve(
                 server.result()  # raises the error of a server that failed
         models.drain()
         logger.info("draining (requests left: %d)", len(app.unanswered))
+        if fronts is not None:
+            await fronts.drain(config.drain_timeout_s)
         if unanswered := await app.answered(config.drain_timeout_s):
             logger.warning(
                 "requests that were not answered within %g s: %d; raise --drain-timeout",
@@ -134,6 +140,9 @@ async def serve(
     finally:
         sampling.cancel()
         closing.set()
+        if fronts is not None:
+            await fronts.close()
+            servers[0].cancel()
         # From Python 3.12 on, Hypercorn 0.18 waits forever for a connection that stays busy.
         await asyncio.wait(servers, timeout=CLOSE_S)
         for server in servers:
@@ -154,6 +163,7 @@ async def _sample(service: Service) -> None:
     trimmer = memory.Trimmer()
     while True:
         try:
+            assert service.history is not None
             service.history.note(service.models.by_name(), delay_s)
             service.pool.sweep()
             if not service.models.capacity.bytes:
@@ -167,64 +177,9 @@ async def _sample(service: Service) -> None:
         delay_s = max(time.monotonic() - due_at, 0.0)
 
 
-def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """Return a socket that is bound to the address; port 0 means any free port.
-
-    Clients cannot connect until a server listens on the socket. Raises ConfigError if the address
-    cannot be bound; the message names `flag` if the port is the reason.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}: {error.strerror}; set --host") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {error.strerror}; set {flag} to a free port"
-        ) from error
-    return listener
-
-
-def url(listener: socket.socket) -> str:
-    """Return the URL of the address to which the socket is bound."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _start(
-    app: Server, listener: socket.socket, closing: asyncio.Event, path: str = ""
-) -> asyncio.Task:
-    """Start a server for the app on a bound socket, and return its task. The task ends after
-    `closing` is set. The log shows `path` after the URL."""
-    use_connections()
-    listener.listen(BACKLOG)
-    logger.info("listening on %s%s", url(listener), path)
-    log = logging.getLogger("hypercorn.error")
-    log.setLevel(logging.WARNING)  # Hypercorn's INFO lines name file descriptors, not addresses
-    settings = Config.from_mapping(
-        bind=[f"fd://{listener.detach()}"],  # Hypercorn owns the descriptor from now on
-        backlog=BACKLOG,
-        keep_alive_timeout=KEEP_ALIVE_S,
-        keep_alive_max_requests=sys.maxsize,
-        graceful_timeout=CLOSE_S / 2,  # `serve` waits for requests before it ends this server
-        max_app_queue_size=2,  # pieces of a body that wait for `Body`
-        h11_max_incomplete_size=MAX_HEADER_BYTES,
-        accesslog=None,
-        errorlog=log,
-    )
-    return asyncio.create_task(
-        hypercorn_serve(app, settings, shutdown_trigger=closing.wait, mode="asgi")
-    )
-
-
-async def _serve_until_stopped(app: Server, listener: socket.socket) -> list[BackendError]:
+async def _serve_until_stopped(
+    app: Server, listeners: Sequence[socket.socket]
+) -> list[BackendError]:
     """Serve until SIGTERM or SIGINT, or until a model fails to compile. Returns an error for each
     model that failed to compile; the list is empty after a signal."""
     models, config = app.service.models, app.service.config
@@ -232,10 +187,13 @@ async def _serve_until_stopped(app: Server, listener: socket.socket) -> list[Bac
     shutdown = asyncio.Event()
     loop = asyncio.get_running_loop()
     old_handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    lines = _ready_lines(models, config, url(listener))
+    lines = _ready_lines(models, config, url(listeners[0]))
+
+    fronts = None
 
     def tell_if_ready() -> None:
-        if models.ready and not shutdown.is_set():
+        is_serving = fronts is None or fronts.serving == len(listeners)
+        if models.ready and is_serving and not shutdown.is_set():
             tell(config.notify_socket, READY)
             for line in lines:  # once, even if two models became ready at the same time
                 logger.info("%s", line)
@@ -258,7 +216,11 @@ async def _serve_until_stopped(app: Server, listener: socket.socket) -> list[Bac
             keyring.wake()
         if audit is not None:
             audit.reopen()
+        if fronts is not None:
+            fronts.reopen()
 
+    if config.front_ends:
+        fronts = app.service.fronts = FrontEnds(app, listeners, tell_if_ready)
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stop)
     if keyring is not None:
@@ -272,9 +234,9 @@ async def _serve_until_stopped(app: Server, listener: socket.socket) -> list[Bac
         lambda: loop.call_soon_threadsafe(tell_if_ready),
         lambda: loop.call_soon_threadsafe(shutdown.set),
     )
-    if not len(models):
+    if not len(models) and fronts is None:
         loop.call_soon(tell_if_ready)
-    await serve(app, shutdown, listener)
+    await serve(app, shutdown, listeners)
     return failures
 
 

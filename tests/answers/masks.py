@@ -26,6 +26,7 @@ TEXTS = (
     (re.compile(r'"unix":[\d.]+'), '"unix":<seconds>'),
     (re.compile(r'"time":"[\d:.T+-]+"'), '"time":"<date>"'),  # of the audit log
     (re.compile(r'"ms":[\d.]+'), '"ms":<ms>'),
+    (re.compile(r'"front_ends":\d+'), '"front_ends":<count>'),
 )
 LENGTH = "<length of the body>"  # for a Content-Length that says so, and for one without a body
 DOCTOR = "verbose"  # in a query: what was measured is in the answer, of which only fields are kept

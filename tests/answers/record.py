@@ -1,6 +1,6 @@
 """Records the answers of real servers with tiny models, and compares two recordings.
 
-python -m tests.answers.record OUT.jsonl
+python -m tests.answers.record OUT.jsonl --front-ends 2
 python -m tests.answers.record --compare BEFORE.jsonl AFTER.jsonl
 
 A line is a request and its answer, in which masks.py puts marks for what may differ. The exit
@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +80,15 @@ Record = dict[str, Any]
 class Recorder:
     """Records answers of servers whose models are in a folder."""
 
-    def __init__(self, folder: Path, host: str):
-        self._folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        host: str,
+        flags: Sequence[str] = (),
+        servers: Collection[str] = tuple(SERVERS),
+    ):
+        """`flags` are of each of the `servers`."""
+        self._folder, self._flags, self._servers = folder, flags, servers
         self._cases = Cases(host)
         self._places = {str(folder): "<folder>", host: "<host>"}
         self._host = host
@@ -103,8 +110,11 @@ class Recorder:
         limited = [*written("limited"), *written("gets"), *unnamed]
         yield from self._served("limited", limited, drains=True)
         yield from self._served("keyed", [*written("keyed"), *written("gets")])
-        for number, line in enumerate((self._folder / "audit.log").read_text().splitlines()):
-            yield {"id": f"audit {number:05}", "answer": masked(line, self._places)}
+        audit = self._folder / "audit.log"
+        lines = audit.read_text().splitlines() if audit.exists() else []
+        # sorted: each process writes the lines of its own requests
+        for number, line in enumerate(sorted(masked(line, self._places) for line in lines)):
+            yield {"id": f"audit {number:05}", "answer": line}
         yield from self._served("scorers", [*written("scorers"), *unnamed])
         yield from self._served("pairs", windows)
         yield from self._served("vectors", [*windows, *cases.of_grids("chunks")])
@@ -113,10 +123,12 @@ class Recorder:
     def _served(
         self, name: str, cases: Iterable[Case], *, drains: bool = False
     ) -> Iterator[Record]:
-        """The answers of one server."""
+        """The answers of one server, if it is one of those to record."""
+        if name not in self._servers:
+            return
         models, flags = SERVERS[name]
         given = flags.format(folder=self._folder, host=self._host).split()
-        given = ("serve", *self._models(*models.split()), *given)
+        given = ("serve", *self._models(*models.split()), *given, *self._flags)
         with running(given, self._folder / "cache", self._folder / f"{name}.log") as server:
             for number, case in enumerate(cases):
                 yield self._line(f"{name} {number:05}", case, server.ask(case))
@@ -187,11 +199,11 @@ def _digest(data: bytes) -> dict[str, Any]:
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def record(out: Path) -> None:
+def record(out: Path, flags: Sequence[str] = (), servers: Collection[str] = tuple(SERVERS)) -> None:
     """Write a recording, and say how many answers of each status each route gave."""
     started_at, counts = time.monotonic(), Counter()
     with tempfile.TemporaryDirectory() as folder, pictures() as host, out.open("w") as file:
-        for line in Recorder(Path(folder), host).record():
+        for line in Recorder(Path(folder), host, flags, servers).record():
             print(json.dumps(line, ensure_ascii=False), file=file)
             path = line.get("path", "audit log").partition("?")[0]
             counts[path[:40], f"{str(line.get('status', '-'))[0]}xx"] += 1
@@ -233,11 +245,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.answers.record", description=__doc__)
     parser.add_argument("out", type=Path, nargs="?", help="file to write")
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
+    parser.add_argument("--front-ends", default="0", help="of each server")
     options = parser.parse_args()
     if (options.out is None) == (options.compare is None):
         parser.error("give a file to write, or --compare with two")
     if options.compare is None:
-        record(options.out)
+        record(options.out, ("--front-ends", options.front_ends))
         return 0
     found = list(differences(*options.compare))
     print("\n".join([*found[:SHOWN], f"{len(found)} differences"]))

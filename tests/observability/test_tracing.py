@@ -21,8 +21,8 @@ from test_server_run import serving
 from test_static import OF_SENTENCE_TRANSFORMERS
 
 from jaxembed import Embedder
-from jaxembed.cli.options import LINE, JsonFormatter, TextFormatter
 from jaxembed.config import EngineConfig, ServerConfig
+from jaxembed.observability.log import LINE, JsonFormatter, TextFormatter
 from jaxembed.observability.tracing import MAX_LINKS, MAX_STAGES, FutureTrace, Trace, as_current
 from jaxembed.server.app import create_app
 from jaxembed.server.registry.models import Models

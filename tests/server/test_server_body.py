@@ -9,11 +9,12 @@ from fake_embedder import FakeEmbedder
 from jaxembed.config import ServerConfig
 from jaxembed.engine.admission import RESERVE_DIVISOR, SMALL_DIVISOR, Admission, Capacity
 from jaxembed.memory import KIB, MIB
-from jaxembed.server.app import Server, create_app
+from jaxembed.server.app import create_app
 from jaxembed.server.http import exchange
 from jaxembed.server.http.exchange import COPIES, Body
 from jaxembed.server.pipeline import body as server_body
 from jaxembed.server.registry.models import Models
+from jaxembed.server.server import Server
 
 PIECE = bytes(64 * KIB)
 

@@ -24,8 +24,7 @@ from test_server_body import turns
 from test_server_pool import until
 
 from jaxembed.memory import KIB
-from jaxembed.server import run
-from jaxembed.server.http import encoding
+from jaxembed.server.http import encoding, listening
 from jaxembed.server.http.connection import (
     MAX_TABLE,
     SLICE_BYTES,
@@ -91,7 +90,7 @@ async def test_a_large_answer_comes_whole_however_it_is_made(monkeypatch):
 
 
 async def test_a_connection_that_waits_for_an_answer_is_not_idle(monkeypatch):
-    monkeypatch.setattr(run, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(listening, "KEEP_ALIVE_S", 0.05)
     embedder = FakeEmbedder()
     embedder.gate = asyncio.Event()
     async with serving(embedder) as address, connected(address) as streams:
@@ -188,7 +187,7 @@ async def test_an_upgrade_is_ignored_and_the_connection_goes_on(upgrade, caplog)
 
 
 async def test_a_connection_ends_after_an_upgrade(monkeypatch):
-    monkeypatch.setattr(run, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(listening, "KEEP_ALIVE_S", 0.05)
     async with serving() as address, connected(address) as (reader, writer):
         writer.write(f"GET /livez HTTP/1.1\r\nHost: x\r\n{WEBSOCKET}\r\n".encode())
         assert await status(reader) == 200
@@ -400,7 +399,7 @@ async def test_a_body_with_two_lengths_is_refused_and_its_connection_closed():
 
 
 async def test_an_http2_connection_that_asks_nothing_is_idle(monkeypatch):
-    monkeypatch.setattr(run, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(listening, "KEEP_ALIVE_S", 0.05)
     async with serving() as address, connected(address) as (reader, writer):
         writer.write(h2_client().data_to_send() + b"\0\0\6")  # half a frame's head
         await reader.read()
@@ -494,7 +493,7 @@ DOCS = b"GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nHost: x\r\n\r\n"
 async def test_a_client_that_does_not_read_is_disconnected_and_leaves_nothing_behind(
     sent, then, monkeypatch, running, caplog
 ):
-    monkeypatch.setattr(run, "KEEP_ALIVE_S", 0.1)
+    monkeypatch.setattr(listening, "KEEP_ALIVE_S", 0.1)
     if then != "is idle":
         monkeypatch.setattr("jaxembed.server.http.connection.SEND_S", 0.5)
     monkeypatch.setattr("jaxembed.server.http.connection.CLOSE_TIMEOUT_S", 0.1)

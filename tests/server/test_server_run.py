@@ -42,7 +42,7 @@ async def serving(embedder, config=None, tracer=None, send_buffer: int | None = 
     address = url(listener)
     shutdown = asyncio.Event()
     app = create_app(Models([embedder]), config, tracer=tracer)
-    task = asyncio.create_task(serve(app, shutdown, listener))
+    task = asyncio.create_task(serve(app, shutdown, [listener]))
     try:
         async with httpx.AsyncClient(base_url=address, timeout=WAIT_S, trust_env=False) as client:
             yield client, shutdown, task
@@ -54,7 +54,7 @@ async def serving(embedder, config=None, tracer=None, send_buffer: int | None = 
 async def test_what_was_done_of_late_is_noted_while_the_server_runs(monkeypatch):
     monkeypatch.setattr(server_run, "SAMPLE_S", 0.001)
     shutdown, app = asyncio.Event(), create_app(Models([FakeEmbedder()]), ServerConfig())
-    task = asyncio.create_task(serve(app, shutdown, listen("127.0.0.1", 0)))
+    task = asyncio.create_task(serve(app, shutdown, [listen("127.0.0.1", 0)]))
     while len(app.service.history) < 2:
         await asyncio.sleep(0)
     shutdown.set()

@@ -32,8 +32,9 @@ class AuditLog:
 
     def __init__(self, path: Path):
         """Open the file; `-` is standard output. Raises ConfigError if it cannot be opened."""
-        self._path = path
+        self.path = path
         self.written = self.lost = 0  # lines
+        self._told = 0, 0  # what `growth` has told so far
         self._lines: deque[dict[str, Any]] = deque()
         self._woken = threading.Event()
         self._is_closing = self._must_open = False  # set by `close` and `reopen`
@@ -56,6 +57,19 @@ class AuditLog:
             return
         self._lines.append(line)
         self._woken.set()
+
+    def growth(self) -> list[int]:
+        """Return how many lines were written and lost since the last call."""
+        counts = self.written, self.lost
+        growth = [now - before for now, before in zip(counts, self._told, strict=True)]
+        self._told = counts
+        return growth
+
+    def grow(self, growth: list[int]) -> None:
+        """Add the lines that another process has written and lost."""
+        written, lost = growth
+        self.written += int(written)
+        self.lost += int(lost)
 
     def reopen(self) -> None:
         """Have the thread open the path again, because the file may have been moved away."""
@@ -108,7 +122,7 @@ class AuditLog:
     def _open_again(self) -> None:
         """Open the path again, and use the new file from now on. On an error, keep the old file."""
         try:
-            new_file = _opened(self._path)
+            new_file = _opened(self.path)
         except OSError as error:
             self._complain(error)
             return
@@ -117,7 +131,7 @@ class AuditLog:
             return
         old_file, self._file, self._is_torn = self._file, new_file, False
         os.close(old_file)
-        logger.info("--audit-log %s: the file was opened again", self._path)
+        logger.info("--audit-log %s: the file was opened again", self.path)
 
     def _complain(self, error: OSError) -> None:
         """Log an error, at most once every COMPLAIN_S seconds."""
@@ -126,7 +140,7 @@ class AuditLog:
             logger.error(
                 "--audit-log %s cannot be written: %s (lines lost so far: %d); requests are still "
                 "answered",
-                self._path,
+                self.path,
                 error.strerror or errno.errorcode.get(error.errno or 0, "?"),
                 self.lost,
             )

@@ -26,15 +26,13 @@ def note_model(name: str) -> None:
         account.models.add(name[:LONGEST_NAME])
 
 
-def use_key(key: ApiKey, quota: Quota) -> None:
-    """Make `key` the API key of the current request, and count the request in the quota of the key
-    if it is a POST. Raises Forbidden if the key may not use the route, and QuotaExceeded."""
-    exchange = current_exchange()
-    exchange.key, exchange.quota = key, quota
-    open_account(quota)
-    if not key.may_use_route(exchange.path):
-        raise refusal("route", f"may not use {exchange.path[:LONGEST_NAME]}", key.routes or ())
-    if exchange.method == "POST":
+def use_key(key: ApiKey, quota: Quota, method: str, path: str) -> None:
+    """Count a request in the quota of its key if it is a POST. Raises Forbidden if the key may not
+    use the route, and QuotaExceeded."""
+    if not key.may_use_route(path):
+        what = f"may not use {path[:LONGEST_NAME]}"
+        raise refusal("route", what, key.routes or (), key.name, quota)
+    if method == "POST":
         quota.count_request()
 
 
@@ -48,14 +46,15 @@ def check_name(name: str | None) -> Collection[str] | None:
     if key is None or key.models is None:
         return None
     if name and name != UNSPECIFIED and name not in key.models:
-        raise refusal("model", f"may not use the model `{name[:LONGEST_NAME]}`", key.models)
+        what = f"may not use the model `{name[:LONGEST_NAME]}`"
+        raise refusal("model", what, key.models, key.name, current_exchange().quota)
     return key.models
 
 
-def refusal(reason: Refusal, what: str, allowed: Collection[str]) -> Forbidden:
-    """Count a refusal in the quota of the request's key, and return the error to raise. The message
+def refusal(
+    reason: Refusal, what: str, allowed: Collection[str], name: str, quota: Quota
+) -> Forbidden:
+    """Count a refusal in the quota of the key `name`, and return the error to raise. The message
     says `what` the key may not do and what it is `allowed` to use."""
-    exchange = current_exchange()
-    exchange.quota.refuse(reason)
-    listed = some_of(allowed, MAX_LISTED_NAMES)
-    return Forbidden(f"the key `{exchange.key.name}` {what}; it may use {listed}")
+    quota.refuse(reason)
+    return Forbidden(f"the key `{name}` {what}; it may use {some_of(allowed, MAX_LISTED_NAMES)}")

@@ -3,6 +3,7 @@ for both. Handlers use these classes and not Quart's, whose steps around a handl
 processor time of a short request."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
@@ -86,6 +87,7 @@ class Body:
         memory can be reserved."""
         while not self.is_received:
             piece = await self._take()
+            await self.reservation.make_room(COPIES * len(piece))
             self.reservation.charge(COPIES * len(piece))
             if piece:
                 yield piece
@@ -123,6 +125,30 @@ class Body:
                 raise
 
 
+class Watches:
+    """The requests whose clients are watched WATCH_S seconds after their bodies have arrived. They
+    share a timer of the event loop, because most are answered before."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[float, Exchange]] = deque()
+
+    def add(self, exchange: "Exchange") -> None:
+        """Have a request watched in WATCH_S seconds."""
+        loop = asyncio.get_running_loop()
+        due_at = loop.time() + WATCH_S
+        if not self._waiting:
+            loop.call_at(due_at, self._watch_due, loop)
+        self._waiting.append((due_at, exchange))
+
+    def _watch_due(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        while self._waiting and self._waiting[0][0] <= now:
+            _, exchange = self._waiting.popleft()
+            exchange.watch_late()
+        if self._waiting:
+            loop.call_at(self._waiting[0][0], self._watch_due, loop)
+
+
 class Exchange:
     """One request, its response and the memory reserved for both.
 
@@ -154,8 +180,8 @@ class Exchange:
         self.key: Any = None
         self.quota: Any = None
         self._task = cast(asyncio.Task, asyncio.current_task())
-        self._timer: asyncio.TimerHandle | None = None
         self._watching: asyncio.Task | None = None
+        self._is_over = False
 
     async def __call__(self, receive: Receive, send: Send) -> None:
         """Handle the request. Returns early if the client disconnects. Raises CancelledError if the
@@ -183,6 +209,7 @@ class Exchange:
                 self._task.uncancel()
             finally:
                 unanswered.discard(self._task)
+                self._is_over = True
                 self.body.is_answered.set()
                 self._take_rest()
                 self._stop_watching()
@@ -190,7 +217,12 @@ class Exchange:
     def _watch_soon(self) -> None:
         """Watch for the end of the client in WATCH_S seconds."""
         if self._watching is None:
-            self._timer = asyncio.get_running_loop().call_later(WATCH_S, self._watch)
+            self.app.watches.add(self)
+
+    def watch_late(self) -> None:
+        """Watch for the end of the client if the request is still being answered."""
+        if self._watching is None and not self._is_over:
+            self._watch()
 
     def _watch(self) -> None:
         """Start a task that ends when the client disconnects, and then cancels this one."""
@@ -209,8 +241,6 @@ class Exchange:
             self._task.cancel()
 
     def _stop_watching(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
         if self._watching is not None:
             self._watching.remove_done_callback(self._give_up)
             if self.body.is_received:  # if not, the rest must be taken
@@ -258,6 +288,7 @@ class Exchange:
         data = body if isinstance(body, bytes) else b""
         if len(data) > SMALL_ANSWER:
             try:
+                await self.body.reservation.make_room(len(data) - self.body.reservation.bytes)
                 self.body.reservation.cover(len(data))
             except (Overloaded, InvalidInput):  # no memory for the response
                 status, data = 503, b""

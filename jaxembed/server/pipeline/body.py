@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 import msgspec
 from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout, UnsupportedMediaType
 
+from jaxembed.config import ServerConfig
 from jaxembed.data.inputs import ChunkedText, Image, Input, Pair, Priority, Text, Tokens
 from jaxembed.engine.admission import Reservation
 from jaxembed.errors import (
@@ -23,6 +24,8 @@ from jaxembed.errors import (
 )
 from jaxembed.preprocessing.images.decode import MAX_PIXELS, ImageFacts, image_facts
 from jaxembed.preprocessing.images.media import excerpt, is_data_uri, read_base64, read_data_uri
+from jaxembed.preprocessing.images.media_fetch import MediaFetcher
+from jaxembed.preprocessing.images.media_urls import AllowedAddresses
 from jaxembed.runtime.requests import INPUT_BYTES
 from jaxembed.server.errors import BadField, BadJson
 from jaxembed.server.http.encoding import JSON
@@ -217,7 +220,9 @@ async def _read(item: ImageSource, reservation: Reservation) -> Image:
     RequestTooLarge and Overloaded."""
     text = item.text
     if is_data_uri(text) or (item.bare and "://" not in text[:16]):
-        reservation.charge(len(text) * 3 // 4)  # 4 characters of base64 are 3 bytes
+        count = len(text) * 3 // 4  # 4 characters of base64 are 3 bytes
+        await reservation.make_room(count)
+        reservation.charge(count)
         read = read_data_uri if is_data_uri(text) else read_base64
         if len(text) <= DECODED_AT_ONCE:
             return Image(read(text, MAX_IMAGE_BYTES))
@@ -227,6 +232,7 @@ async def _read(item: ImageSource, reservation: Reservation) -> Image:
         raise MediaUrlError(
             excerpt(text), "expected a data URI; to allow URLs, set --allow-media-urls HOST"
         )
+    await reservation.make_room(MAX_IMAGE_BYTES)
     reservation.charge(MAX_IMAGE_BYTES)  # the maximum, until the size is known
     try:
         data = await fetcher.fetch(text)
@@ -235,6 +241,14 @@ async def _read(item: ImageSource, reservation: Reservation) -> Image:
         raise
     reservation.charge(len(data) - MAX_IMAGE_BYTES)
     return Image(data)
+
+
+def image_fetcher(config: ServerConfig) -> MediaFetcher | None:
+    """Return what fetches images whose URLs a request names; None if no URL is allowed."""
+    if not config.media_hosts:
+        return None
+    allowed = AllowedAddresses(config.media_networks)
+    return MediaFetcher(config.media_hosts, max_bytes=MAX_IMAGE_BYTES, allowed_address=allowed)
 
 
 async def facts_of_images(images: Sequence[bytes]) -> list[ImageFacts]:

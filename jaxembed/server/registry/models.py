@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxembed.data.outputs import OutputName
 from jaxembed.data.spec import ModelSpec, Task
 from jaxembed.engine.admission import Capacity
-from jaxembed.engine.compiles import compile_events
 from jaxembed.errors import (
     ConfigError,
     Forbidden,
@@ -22,8 +22,10 @@ from jaxembed.errors import (
     WrongTask,
 )
 from jaxembed.observability.metrics import NO_MODEL, Telemetry, exposition
-from jaxembed.runtime.model import LoadedModel
 from jaxembed.runtime.tasks import KIND, fit
+
+if TYPE_CHECKING:  # front-end processes import no JAX
+    from jaxembed.runtime.model import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +49,19 @@ class LoadedInstance:
     """A model in memory, and the number of leases on it. Each request that uses the model holds a
     lease. Only the thread of the event loop may call the methods."""
 
-    loaded: LoadedModel
+    loaded: "LoadedModel"
     leases: int = 0  # the model is not closed before all leases are returned
     used_at: float = field(default_factory=time.monotonic)  # when loaded, or last lease returned
     _idle: asyncio.Event | None = None
 
+    def note_use(self) -> None:
+        """Note that a request uses the model now."""
+        self.used_at = time.monotonic()
+
     def give_back(self) -> None:
         """Return a lease."""
         self.leases -= 1
-        self.used_at = time.monotonic()
+        self.note_use()
         if not self.leases and self._idle is not None:
             self._idle.set()
 
@@ -80,7 +86,7 @@ class KnownModel:
     described: Task | None = None  # the task, if it was read without loading the model
 
     @property
-    def loaded(self) -> LoadedModel:
+    def loaded(self) -> "LoadedModel":
         """The model, which must be in memory."""
         assert self.instance is not None
         return self.instance.loaded
@@ -102,7 +108,7 @@ class Models:
 
     def __init__(
         self,
-        models: Sequence[LoadedModel] = (),
+        models: "Sequence[LoadedModel]" = (),
         aliases: Mapping[str, Sequence[str]] | None = None,
         *,
         capacity: Capacity | None = None,
@@ -125,7 +131,6 @@ class Models:
         self._own: dict[str, str] = {}  # ids of loadable models by the names that `loadable` gives
         self.capacity = capacity or models[0].admission.capacity
         self.telemetry = Telemetry()  # counts requests without a known model
-        self.telemetry.set_compile_events(compile_events())
         self.draining = False  # whether all further requests are refused
         self.discover()
 
@@ -134,7 +139,12 @@ class Models:
         """Every model that the server knows, once."""
         return list(dict.fromkeys([*self.startup_models, *self._by_name.values()]))
 
-    def __iter__(self) -> Iterator[LoadedModel]:
+    @property
+    def names(self) -> dict[str, KnownModel]:
+        """The models by their served names."""
+        return dict(self._by_name)
+
+    def __iter__(self) -> "Iterator[LoadedModel]":
         """Iterate over the models in memory."""
         return iter([known.loaded for known in self.known if known.instance is not None])
 
@@ -251,7 +261,7 @@ class Models:
             if served is known and (permitted is None or name in permitted)
         ]
 
-    def first(self, permitted: Collection[str] | None = None) -> LoadedModel:
+    def first(self, permitted: Collection[str] | None = None) -> "LoadedModel":
         """Return the first model in memory that has a name in `permitted`; None permits all names.
         Raises Forbidden if no model has a permitted name, and ModelUnavailable if no model with a
         permitted name is in memory."""
@@ -264,7 +274,7 @@ class Models:
             f"{', '.join(self.names_among(permitted))}"
         )
 
-    def loaded_among(self, permitted: Collection[str] | None) -> list[LoadedModel]:
+    def loaded_among(self, permitted: Collection[str] | None) -> "list[LoadedModel]":
         """Return the models in memory that have a name in `permitted`; all models in memory for
         None."""
         if permitted is None:
@@ -272,7 +282,7 @@ class Models:
         named = [known for known in self.known if self.names_of(known, permitted)]
         return [known.loaded for known in named if known.instance is not None]
 
-    def name_of(self, loaded: LoadedModel, permitted: Collection[str] | None = None) -> str:
+    def name_of(self, loaded: "LoadedModel", permitted: Collection[str] | None = None) -> str:
         """Return the name that responses show for a model: its first served name in `permitted`. If
         none is permitted, return its first served name; if it has none left, its id."""
         names = [
@@ -283,7 +293,7 @@ class Models:
         shown = [name for name in names if permitted is None or name in permitted]
         return next(iter(shown or names), loaded.name)
 
-    def by_name(self) -> dict[str, LoadedModel]:
+    def by_name(self) -> "dict[str, LoadedModel]":
         """Return the models in memory by the names that responses show for them."""
         return {self.name_of(loaded): loaded for loaded in self}
 

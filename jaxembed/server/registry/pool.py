@@ -24,6 +24,7 @@ from jaxembed import memory
 from jaxembed.config import PoolLimits
 from jaxembed.data.outputs import OutputName
 from jaxembed.data.spec import ModelSpec, Task
+from jaxembed.engine.compiles import compile_events
 from jaxembed.errors import (
     INTERRUPTS,
     BackendError,
@@ -63,6 +64,7 @@ class ModelPool:
         """`load` loads a model; None: no further model is loaded. `describe` reads the task of a
         model without loading it; None: the task is unknown before the model is loaded."""
         self.models = models
+        models.telemetry.set_compile_events(compile_events())
         self._load = load
         self._describe = describe
         self._describe_lock = asyncio.Lock()

@@ -9,7 +9,7 @@ all served embedding models.
 """
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from quart import Blueprint
@@ -28,7 +28,6 @@ from jaxembed.server.pipeline.body import (
     read_body_as,
 )
 from jaxembed.server.pipeline.decoding import AT_ONCE, decode
-from jaxembed.server.registry.pool import ModelPool
 from jaxembed.server.routes.rerank import DocumentsRequest, answer_jina
 from jaxembed.server.routes.tei import (
     EmbedMultiRequest,
@@ -42,6 +41,9 @@ from jaxembed.server.routes.tei import (
     answer_rerank,
     answer_sparse,
 )
+
+if TYPE_CHECKING:
+    from jaxembed.server.registry.pool import ModelPool
 
 blueprint: Any = Blueprint("hosted", __name__)
 
@@ -142,7 +144,7 @@ async def vertex() -> Response:
 
 
 async def decode_any(
-    data: bytes | bytearray | msgspec.Raw, pool: ModelPool, at_once: int = AT_ONCE
+    data: bytes | bytearray | msgspec.Raw, pool: "ModelPool", at_once: int = AT_ONCE
 ) -> AnyRequest:
     """Choose the route that handles a body, and decode the body as a request of that route. The
     type of the result tells which route it is.

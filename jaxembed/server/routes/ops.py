@@ -193,6 +193,7 @@ async def info() -> Response:
     tokenizing = sum(model.tokenizing_bytes for model in models)
     details["accounted_bytes"] = models.capacity.max_bytes + tokenizing
     details["connection_bytes"] = CONNECTION_BYTES
+    details["front_ends"] = 0 if service.fronts is None else service.fronts.serving
     if len(visible) > 1:
         details["models"] = [
             {
@@ -206,6 +207,7 @@ async def info() -> Response:
             for name, model in visible.items()
         ]
     if "verbose" in request.args:
+        assert service.history is not None
         details["doctor"] = examine(visible, service.history.window(visible))
     answer = Info(
         model_id=loaded.name,
@@ -233,6 +235,8 @@ async def metrics() -> Response:
     """Return the metrics of the models, API keys, audit log and process in the Prometheus text
     format."""
     service = current_service()
+    if service.fronts is not None:
+        await service.fronts.collect()
     series = service.models.exposition()
     if service.keyring is not None or service.audit is not None:
         series += text_format(access_registry(service.keyring, service.audit))

@@ -90,6 +90,7 @@ async def load(name: str) -> Response:
     known = _known(pool.models, name)
     try:
         await pool.load(known, pinned=pinned)
+        await _update_front_ends()
     except (BackendError, CheckpointError, ConfigError) as error:
         raise LoadFailed(f"{name} cannot be loaded: {error}") from error
     return json_response(msgspec.json.encode(_indexed(pool, name, known)))
@@ -103,6 +104,7 @@ async def unload(name: str) -> Response:
     _flag(body.parameters, "unload_dependents")  # no effect, because no model has dependents
     known = _known(pool.models, name)
     await pool.unload(known)
+    await _update_front_ends()
     return json_response(msgspec.json.encode(_indexed(pool, name, known)))
 
 
@@ -114,6 +116,7 @@ async def alias(alias: str) -> Response:
     known = _known(pool.models, body.model)
     try:
         await pool.move(alias, body.model)
+        await _update_front_ends()
     except (BackendError, CheckpointError, ConfigError) as error:
         raise LoadFailed(f"{body.model} cannot be loaded: {error}") from error
     return json_response(msgspec.json.encode(_indexed(pool, alias, known)))
@@ -127,7 +130,15 @@ async def drop_alias(alias: str) -> Response:
     pool = current_service().pool
     note_model(alias)
     known = pool.models.drop_alias(alias)
+    await _update_front_ends()
     return json_response(msgspec.json.encode(_indexed(pool, pool.models.names_of(known)[0], known)))
+
+
+async def _update_front_ends() -> None:
+    """Wait until all front-end processes use the models and names of now."""
+    fronts = current_service().fronts
+    if fronts is not None:
+        await fronts.update()
 
 
 async def _body(kind: type[Body]) -> Body:

@@ -318,9 +318,10 @@ async def _respond_by_input(
         ]
 
     total, headers = int(answer.num_tokens.sum()), await facts_of_images(meter.images)
-    route = meter.loaded.engines.get(IMAGE_ROUTE)
-    # an image counts as the maximum number of tokens of its route
-    image_tokens = 0 if route is None else len(headers) * route.spec.max_input_tokens
+    route = meter.loaded.routes.get(IMAGE_ROUTE)
+    # with an encoder of its own, an image counts as the maximum number of tokens of its route
+    has_encoder = route is not None and not route.spec.takes_texts
+    image_tokens = len(headers) * route.spec.max_input_tokens if route and has_encoder else 0
     usage = {
         "text_tokens": total - image_tokens,
         "image_pixels": sum(header.width * header.height for header in headers),

@@ -1,0 +1,1 @@
+"""Front-end processes, which read and answer HTTP for one engine process."""
