@@ -17,6 +17,9 @@ beyond the one without load shows how long the loop was busy with other work: `l
 `--only parts` divides the time of a lone query, at 32 connections. It is compared with `/livez` and
 with a query whose answer is in the cache, for which nothing is queued and no engine thread wakes.
 
+`--front-ends` measures one more server of this version, with so many front-end processes: its CPU
+time as a whole, and that of the front ends and of the engine's process.
+
 With `--before`, a checkout of an older commit runs twice beside ours, and the three take turns; the
 ratio of the two equal servers shows which differences are noise.
 
@@ -31,6 +34,7 @@ import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -47,7 +51,7 @@ from benchmarks.bench_http import Texts
 from benchmarks.load import Closed, Load, Open, Target
 from benchmarks.servers import Server
 
-NOW, BEFORE, CONTROL = "now", "before", "before, again"
+NOW, BEFORE, CONTROL, FRONT_ENDS = "now", "before", "before, again", "front ends"
 FLAGS = ("--null-model", "--accept-bare-token-ids")
 PARTS = "parts"  # the scenario that needs a server with a cache
 CACHE_FLAGS = ("--cache-bytes", str(2**26))
@@ -129,6 +133,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--seconds", type=float, default=5.0, help="of each row")
     parser.add_argument("--only", default="nothing,queries,bulk,ids")
     parser.add_argument("--before", type=Path, help="a checkout of an older commit")
+    parser.add_argument("--front-ends", type=int, default=0, help="of one more server")
     parser.add_argument("--rounds", type=int, default=9, help="with --before, and of the parts")
     args = parser.parse_args(arguments[:at])
     args.flags = arguments[at + 1 :]
@@ -143,10 +148,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.before:
         checkouts |= {BEFORE: args.before, CONTROL: args.before}
     with ExitStack() as stack:
+        flags = [*FLAGS, *args.flags]
         running = {
-            name: stack.enter_context(servers.jaxembed(args.model, [*FLAGS, *args.flags], checkout))
+            name: stack.enter_context(servers.jaxembed(args.model, flags, checkout))
             for name, checkout in checkouts.items()
         }
+        if args.front_ends:
+            more = [*flags, "--front-ends", str(args.front_ends)]
+            running[FRONT_ENDS] = stack.enter_context(servers.jaxembed(args.model, more))
         idle_ms = lag(running[NOW], args.seconds)
         rows = measure_all(running, args)
         parts = measure_parts(running[NOW], args) if PARTS in args.only else []
@@ -157,6 +166,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         ratios = ratios_of(rows)
         report.show(ratios, f"server_us, divided by that of {report.commit(args.before)}")
         facts |= {"before": report.commit(args.before), "ratios": ratios}
+    if args.front_ends:
+        facts |= {"front_ends": args.front_ends}
     if parts:
         report.show(parts, "CPU time of the server for a lone query by its parts, in microseconds")
         facts |= {"parts": parts}
@@ -166,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measure_all(running: dict[str, Server], args: Namespace) -> list[dict[str, Any]]:
     """Measure the scenarios on each server, by turns if there are several. Returns the rows."""
     by_name, rows = scenarios(Texts(args)), []
-    for number in range(args.rounds if args.before else 1):
+    for number in range(args.rounds if len(running) > 1 else 1):
         for name in args.only:
             if name == PARTS:
                 continue
@@ -205,19 +216,22 @@ def measure_parts(server: Server, args: Namespace) -> list[dict[str, Any]]:
 
 
 def ratios_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The CPU time of a request, of ours and of the control divided by that of the older commit:
-    median, least and most of the rounds."""
+    """The CPU time of a request, of each server divided by that of the older commit: median, least
+    and most of the rounds. Of a server with front ends also that of each kind of process."""
     table = []
     for load_name, encoding in dict.fromkeys((row["load"], row["encoding"]) for row in rows):
-        measured: dict[str, list[float]] = {NOW: [], BEFORE: [], CONTROL: []}
+        measured: dict[tuple[str, str], list[float]] = defaultdict(list)
         for row in rows:
             if (row["load"], row["encoding"]) == (load_name, encoding):
-                measured[row["server"]].append(row["server_us"])
-        for title in (NOW, CONTROL):
-            ratios = np.array(measured[title]) / np.array(measured[BEFORE])
+                of_parts = ("front_us", "engine_us") if row["server"] == FRONT_ENDS else ()
+                for part in ("server_us", *of_parts):
+                    measured[row["server"], part].append(row[part])
+        before = np.array(measured.pop((BEFORE, "server_us")))
+        for (title, part), values in measured.items():
+            ratios = np.array(values) / before
             spread = {"least": float(ratios.min()), "most": float(ratios.max())}
-            middle = float(np.median(measured[title]) / np.median(measured[BEFORE]))
-            about = {"load": load_name, "encoding": encoding, "server": title}
+            middle = float(np.median(values) / np.median(before))
+            about = {"load": load_name, "encoding": encoding, "server": title, "part": part}
             table.append(about | {"medians": middle} | spread)
     return table
 
@@ -251,9 +265,10 @@ def measure(
     pairs = [(one, requests(server.target, one.texts)), *([_probe(server)] if bulk else [])]
     asyncio.run(load.run(server.target, pairs[:1], min(WARM_S, seconds)))
     start, client, served = time.perf_counter(), time.process_time(), server.cpu_s()
+    engine = server.engine_cpu_s()
     samples = asyncio.run(load.run(server.target, pairs, seconds))
     elapsed = time.perf_counter() - start
-    served_s = server.cpu_s() - served
+    served_s, engine_s = server.cpu_s() - served, server.engine_cpu_s() - engine
     client_s = time.process_time() - client
     row = samples[0].row()
     count = row["requests"]
@@ -266,6 +281,8 @@ def measure(
         "p50_ms": row["p50_ms"],
         "p99_ms": row["p99_ms"],
         "server_us": 1e6 * served_s / count,
+        "engine_us": 1e6 * engine_s / count,
+        "front_us": 1e6 * (served_s - engine_s) / count,
         "text_us": 1e6 * served_s / (count * one.texts) if one.texts else None,
         "server_cores": served_s / elapsed,
         "client_cores": client_s / elapsed,

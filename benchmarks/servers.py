@@ -45,6 +45,11 @@ class Server:
         times = [p.cpu_times() for p in (self.process, *self.process.children(recursive=True))]
         return sum(t.user + t.system for t in times)
 
+    def engine_cpu_s(self) -> float:
+        """The CPU time in seconds that it has used, without that of its child processes."""
+        times = self.process.cpu_times()
+        return times.user + times.system
+
     def idle_share(self, seconds: float = 3.0) -> float:
         """The share of a core that it uses while idle. Sleeps for `seconds` to measure it."""
         before = self.cpu_s()
