@@ -106,15 +106,27 @@ class LentCapacity(Capacity):
                 return
             call = self.client.number()
             most = least + self._block
-            frame = frames.Lend(call, least, most, wanted)
-            granted: frames.Granted = await self.client.call(frame, call)
-            self.free += granted.count
+            future = self.client.start(frames.Lend(call, least, most, wanted), call)
+            future.add_done_callback(self._take)  # also if the request is cancelled meanwhile
+            await asyncio.shield(future)
+
+    def _take(self, lent: "asyncio.Future[frames.Granted]") -> None:
+        if not lent.cancelled() and lent.exception() is None:
+            self.free += lent.result().count
 
     def give_back(self) -> None:
         """Give lent memory back if much is free."""
         if self.free > 4 * self._block:
-            self.client.send(frames.GiveBack(self.free - self._block))
-            self.free = self._block
+            self._return(self._block)
+
+    def give_all_back(self) -> None:
+        """Give the free memory back if no request holds any."""
+        if self.free and not self.bytes:
+            self._return(0)
+
+    def _return(self, kept: int) -> None:
+        self.client.send(frames.GiveBack(self.free - kept))
+        self.free = kept
 
 
 class LentReservation(Reservation):

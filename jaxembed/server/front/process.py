@@ -250,10 +250,12 @@ class FrontEnd:
         return models
 
     async def _report(self) -> None:
-        """Send the growth of the metrics each second."""
+        """Each second, send the growth of the metrics, and give unused memory back."""
         while True:
             await asyncio.sleep(GROWTH_S)
             self._send_growth(0)
+            if self._models is not None:
+                cast(LentCapacity, self._models.capacity).give_all_back()
 
     def _send_growth(self, call: int) -> None:
         growth = {} if self._models is None else self._models.growth()
