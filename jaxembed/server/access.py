@@ -53,7 +53,7 @@ class Access:
         self._service = service
         self._is_public = is_public
         config = service.config
-        self._needs_key = bool(config.api_keys) or service.keyring is not None
+        self._needs_key = bool(config.api_keys) or service.has_keys
         # The default is all origins if requests need a key, else none. Without keys, any web page
         # that a user opens could call a server on the user's machine if all origins were allowed.
         self._origins = config.cors_allow_origins or (("*",) if self._needs_key else ())

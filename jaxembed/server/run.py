@@ -127,7 +127,8 @@ async def serve(
             for server in ended:
                 server.result()  # raises the error of a server that failed
         models.drain()
-        logger.info("draining (requests left: %d)", len(app.unanswered))
+        left = len(app.unanswered) + (0 if fronts is None else fronts.open_requests)
+        logger.info("draining (requests left: %d)", left)
         if fronts is not None:
             await fronts.drain(config.drain_timeout_s)
         if unanswered := await app.answered(config.drain_timeout_s):

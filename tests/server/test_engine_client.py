@@ -43,7 +43,7 @@ async def _model(request, embedder):
     client.send(frames.Hello(__version__))
     instance = app.service.models.startup_models[0].instance
     backend.models[1] = instance
-    instance.leases += 1
+    instance.holds += 1
     models = RemoteModels(client, LentCapacity(client, loaded.admission.capacity.max_bytes))
     await models.add(facts_of(1, loaded))
     remote = models._by_number[1].loaded
@@ -127,6 +127,22 @@ async def test_a_cancelled_request_frees_its_room_at_once(model, embedder, held)
         await task
     await until_idle(embedder)
     held.set()
+
+
+async def test_memory_that_is_lent_to_a_cancelled_request_is_not_lost(model, embedder):
+    capacity = model.admission.capacity
+    for _ in range(20):
+        with capacity.request() as reservation:
+            task = asyncio.create_task(reservation.make_room(10**6))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    if model is not embedder.model:
+        while capacity.free < 10**6:  # the answers arrive late
+            await asyncio.sleep(0)
+        capacity.give_all_back()
+    while embedder.model.admission.capacity.bytes:
+        await asyncio.sleep(0)
 
 
 async def test_a_draining_model_refuses(model, embedder):

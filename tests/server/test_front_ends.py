@@ -23,11 +23,14 @@ from jaxembed.errors import BackendError
 from jaxembed.server.app import create_app
 from jaxembed.server.front import frames, supervisor
 from jaxembed.server.front.backend import Backend
+from jaxembed.server.front.client import EngineClient
+from jaxembed.server.front.process import RemoteAccess
 from jaxembed.server.front.supervisor import FrontEnds
 from jaxembed.server.http.listening import listen, share, url
 from jaxembed.server.registry.models import Models
 from jaxembed.server.registry.pool import ModelPool
 from jaxembed.server.run import serve
+from jaxembed.server.service import Service
 
 ASK = {"input": "cat", "model": "tiny"}
 PAIR = {"input": ["cat", "dog"], "model": "tiny"}
@@ -195,6 +198,38 @@ async def test_draining_answers_what_was_admitted_and_refuses_the_rest(fronted, 
         await draining
 
 
+async def test_a_front_end_that_is_killed_while_it_drains_takes_no_other_with_it(fronted, held):
+    async with fronted(2) as server:
+        asks = [asyncio.create_task(server.ask()) for _ in range(30)]
+        while server.capacity.inputs < 30:
+            await asyncio.sleep(0.01)
+        server.models.drain()
+        draining = asyncio.create_task(server.fronts.drain(WAIT_S))
+        os.kill(server.pids[0], signal.SIGKILL)
+        while server.capacity.inputs == 30:
+            await asyncio.sleep(0.01)
+        left = server.capacity.inputs
+        held.set()
+        results = await asyncio.gather(*asks, return_exceptions=True)
+        answered = [one for one in results if isinstance(one, httpx.Response)]
+        assert [one.status_code for one in answered] == [200] * left
+        await draining
+
+
+async def test_a_model_that_only_front_ends_hold_may_be_evicted(fronted):
+    async with fronted(2) as server:
+        assert (await server.ask()).status_code == 200
+        (instance,) = [known.instance for known in server.models.known]
+        while instance.leases:
+            await asyncio.sleep(0.01)
+        assert instance.holds == 2
+
+
+def test_keys_of_a_file_open_the_server_to_web_pages(embedder):
+    service = Service(Models([embedder.model]), ServerConfig(), None, has_keys=True)
+    assert RemoteAccess(service, EngineClient(), has_keys=True)._origins == ("*",)
+
+
 async def test_front_ends_that_always_end_end_the_server(fronted, monkeypatch):
     monkeypatch.setattr(supervisor, "LONGEST_PAUSE_S", 0.0)
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.0)
@@ -246,7 +281,8 @@ async def _impostor(embedder):
     yield impostor
     writer.close()
     await ended.wait()
-    assert not models.startup_models[0].instance.leases
+    one = models.startup_models[0].instance
+    assert (one.leases, one.holds) == (0, 0)
 
 
 HOSTILE = {

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from jaxembed.engine.admission import Cost
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.server.errors import Unauthorized
 from jaxembed.server.front import frames
+from jaxembed.server.front.forward import ForwardedBody
 from jaxembed.server.front.frames import LENGTH, Failure, ProtocolError
 from jaxembed.server.front.link import Link
 
@@ -250,6 +252,40 @@ async def test_a_process_that_does_not_read_is_cut_off(pair, monkeypatch):
     while not pair.ended.is_set():
         pair.link.send(frames.Part(1, bytes(100_000), True))
         await asyncio.sleep(0)
+
+
+async def test_a_large_answer_is_not_taken_for_a_process_that_does_not_read(pair, monkeypatch):
+    monkeypatch.setattr("jaxembed.server.front.link.MAX_UNSENT", 10_000)
+    big = Pair()
+    await big.open(max_bytes=1_000_000)
+    big.link.send(frames.Part(1, bytes(900_000), False))
+    got = await big.reader.readexactly(900_000)
+    assert len(got) == 900_000
+    assert big.link.is_open
+    big.link.close()
+    big.writer.close()
+
+
+async def test_the_rest_of_a_forwarded_body_is_taken_after_the_answer():
+    pieces: list[Any] = [{"type": "http.request", "body": b"a", "more_body": True}] * 10
+    pieces.append({"type": "http.disconnect"})
+    told: list[Any] = []
+
+    async def receive() -> Any:
+        return pieces.pop(0)
+
+    body = ForwardedBody(SimpleNamespace(send=told.append), 1, receive)
+    task = asyncio.create_task(asyncio.sleep(60))
+    feeding = asyncio.create_task(body.feed(task))
+    body.wanted.release()
+    while not told:
+        await asyncio.sleep(0)
+    body.drop_rest()
+    await feeding
+    assert told == [frames.Piece(1, b"a", True), frames.Gone(1)]
+    assert not pieces
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def test_the_growth_of_metrics_adds_up_in_another_process():

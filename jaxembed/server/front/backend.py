@@ -5,6 +5,7 @@ front end holds falls with the connection.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -53,6 +54,13 @@ class OpenRequest:
     reservation: Reservation
     permits: dict[int, Permit] = field(default_factory=dict)
     quota: Quota | None = None
+    instances: list[LoadedInstance] = field(default_factory=list)  # that it has leases on
+
+    def lease(self, instance: LoadedInstance) -> None:
+        """Take a lease on a model, once."""
+        if instance not in self.instances:
+            instance.leases += 1
+            self.instances.append(instance)
 
 
 @dataclass(eq=False)
@@ -94,6 +102,7 @@ class Backend:
         self._requests: dict[int, OpenRequest] = {}
         self._running: dict[int, Running] = {}
         self._completed: deque[int] = deque()
+        self._is_woken = False  # whether `_answer_completed` will be called
         self._lent = 0  # bytes
         self._greeted = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -125,13 +134,20 @@ class Backend:
         self.epoch = 0  # of the table that the front end uses; 0: none yet
         self.heard_at = self._loop.time()
 
+    @property
+    def open_requests(self) -> int:
+        """The number of requests of the front end that are not answered."""
+        return len(self._requests)
+
     def send(self, frame: Frame) -> None:
         """Send a frame to the front end."""
         self.link.send(frame)
 
     def give(self, number: int, instance: LoadedInstance) -> None:
-        """Let the front end use a model, which is leased until the front end returns it."""
-        instance.leases += 1
+        """Let the front end use a model, which is held until the front end returns it."""
+        if not self.link.is_open:
+            return
+        instance.holds += 1
         self.models[number] = instance
         self.send(facts_of(number, instance.loaded))
 
@@ -171,7 +187,7 @@ class Backend:
             self._capacity.bytes -= self._lent
             self._lent = 0
         for instance in self.models.values():
-            instance.give_back()
+            instance.let_go()
         self.models.clear()
         for waiting in self._collecting.values():
             if not waiting.done():
@@ -203,7 +219,7 @@ class Backend:
         self._on_change()
 
     def _returned(self, frame: frames.Returned) -> None:
-        self.models.pop(frame.model).give_back()
+        self.models.pop(frame.model).let_go()
 
     def _metrics(self, frame: frames.Metrics) -> None:
         for name, growth in frame.growth.items():
@@ -270,7 +286,9 @@ class Backend:
         if frame.call in request.permits:
             raise ProtocolError("a number was used twice")
         _check(*frame.cost)
-        loaded = self.models[frame.model].loaded
+        instance = self.models[frame.model]
+        request.lease(instance)
+        loaded = instance.loaded
         try:
             permit = loaded.admission.admit(frame.cost, request.reservation, is_run=frame.is_run)
         except JaxembedError as error:
@@ -293,6 +311,8 @@ class Backend:
                 permit.charge_answer(frame.charges[call])
             permit.release()
         request.reservation.close()
+        for instance in request.instances:
+            instance.give_back()
 
     def _lend(self, frame: frames.Lend) -> None:
         """Lend memory, within the limits that `Reservation.charge` has for one request."""
@@ -332,8 +352,8 @@ class Backend:
     def _submit(self, frame: frames.Submit) -> None:
         _check(*frame.cost)
         request, instance = self._request(frame.request), self.models[frame.model]
+        request.lease(instance)
         loaded = instance.loaded
-        instance.note_use()
         route = loaded.routes[frame.route]
         if frame.call in self._running:
             raise ProtocolError("a number was used twice")
@@ -388,15 +408,23 @@ class Backend:
     def _wake(self, call: int) -> None:
         """Note that work is computed. Any thread may call this."""
         self._completed.append(call)
-        if len(self._completed) == 1:
-            self._loop.call_soon_threadsafe(self._answer_completed)
+        if not self._is_woken:  # if two threads see that, `_answer_completed` is called twice
+            self._is_woken = True
+            with contextlib.suppress(RuntimeError):  # if the loop is closed, nobody waits
+                self._loop.call_soon_threadsafe(self._answer_completed)
 
     def _answer_completed(self) -> None:
         """Send the answers to all work that is computed."""
+        self._is_woken = False  # before the first answer: what comes from now on wakes again
         while self._completed:
             running = self._running.pop(self._completed.popleft(), None)
-            if running is not None:  # else it was cancelled
+            if running is None:  # it was cancelled
+                continue
+            try:
                 self._answer(running)
+            except Exception as error:
+                logger.exception("an answer could not be sent. This is a bug in jaxembed")
+                self._fail(running.request, running.call, running.permit, error)
 
     def _answer(self, running: Running) -> None:
         future, trace = running.future, running.trace

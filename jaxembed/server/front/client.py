@@ -120,8 +120,8 @@ class LentCapacity(Capacity):
             self._return(self._block)
 
     def give_all_back(self) -> None:
-        """Give the free memory back if no request holds any."""
-        if self.free and not self.bytes:
+        """Give all free memory back."""
+        if self.free:
             self._return(0)
 
     def _return(self, kept: int) -> None:

@@ -6,7 +6,8 @@ body, and waits until the client has taken each part of the response.
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import orjson
 
@@ -15,6 +16,7 @@ from jaxembed.server.front.client import GONE, EngineClient
 from jaxembed.server.front.frames import ProtocolError
 from jaxembed.server.front.link import Link
 from jaxembed.server.http.connection import abort_connection
+from jaxembed.server.http.exchange import MAX_DISCARDED, send_in_time
 
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
@@ -25,29 +27,40 @@ class Forwarder:
 
     def __init__(self, client: EngineClient):
         self._client = client
-        self._open: dict[int, asyncio.Queue[Any]] = {}
+        self._open: dict[int, tuple[asyncio.Queue[Any], ForwardedBody]] = {}
+        self._feeding: set[asyncio.Task[None]] = set()
 
     def take(self, frame: frames.Wanted | frames.Head | frames.Part | frames.Ended) -> None:
         """Hand a frame to the request that it belongs to."""
-        queue = self._open.get(frame.call)
-        if queue is not None:
+        queue, body = self._open.get(frame.call, (None, None))
+        if isinstance(frame, frames.Wanted) and body is not None:
+            body.wanted.release()  # also while a part of the response waits to be sent
+        elif queue is not None:
             queue.put_nowait(frame)
 
     def end(self) -> None:
         """Fail all requests, because the engine's process has ended."""
-        for queue in self._open.values():
+        for queue, _ in self._open.values():
             queue.put_nowait(None)
 
     async def __call__(
-        self, scope: Any, receive: Receive, send: Send, *, is_cut: bool = False
+        self,
+        scope: Any,
+        receive: Receive,
+        send: Send,
+        *,
+        is_cut: bool = False,
+        is_expired: Callable[[], bool] = lambda: False,
     ) -> None:
         """Forward a request, and send its response to the client: 503 if the engine's process has
-        ended or, with `is_cut`, does not answer."""
+        ended or, with `is_cut`, does not answer. So if the task is cancelled while `is_expired`
+        returns true."""
         call, queue = self._client.number(), asyncio.Queue[Any]()
         if is_cut or self._client.link is None or not self._client.link.is_open:
             await _refuse(send)
             return
-        self._open[call] = queue
+        body = ForwardedBody(self._client, call, receive)
+        self._open[call] = queue, body
         client = scope.get("client")
         self._client.send(
             frames.Forward(
@@ -62,47 +75,94 @@ class Forwarder:
                 None if client is None else (str(client[0]), int(client[1] or 0)),
             )
         )
-        wanted = asyncio.Semaphore(0)
-        feeding = asyncio.create_task(self._feed(call, wanted, receive))
-        is_begun = False
+        task = cast(asyncio.Task, asyncio.current_task())
+        feeding = asyncio.create_task(body.feed(task))
+        self._feeding.add(feeding)
+        feeding.add_done_callback(self._feeding.discard)
         try:
-            while True:
-                frame = await queue.get()
-                if isinstance(frame, frames.Wanted):
-                    wanted.release()
-                elif isinstance(frame, frames.Head):
-                    is_begun = True
-                    headers = frame.headers
-                    head = {"type": "http.response.start", "status": frame.status}
-                    await send(head | {"headers": headers})
-                    self._client.send(frames.Sent(call))
-                elif isinstance(frame, frames.Part):
-                    body = {"body": frame.body, "more_body": frame.more}
-                    await send({"type": "http.response.body"} | body)
-                    self._client.send(frames.Sent(call))
-                    if not frame.more:
-                        return
-                else:
-                    break
+            is_begun = await self._respond(call, queue, body, partial(send_in_time, send))
+        except TimeoutError:  # the client does not read
+            is_begun = True
+        except asyncio.CancelledError:
+            if not (body.is_abandoned or is_expired()):
+                raise
+            task.uncancel()
+            is_begun = body.is_abandoned
         finally:
             del self._open[call]
             self._client.send(frames.Gone(call))
-            feeding.cancel()
+            body.is_answered = True
+            body.drop_rest()
+            if body.is_received:
+                feeding.cancel()
+        if is_begun is None:  # it is complete
+            return
         if is_begun:
             abort_connection()  # the response cannot be completed
         else:
             await _refuse(send)
 
-    async def _feed(self, call: int, wanted: asyncio.Semaphore, receive: Receive) -> None:
-        """Send pieces of the body when they are wanted, and tell when the client disconnects."""
+    async def _respond(
+        self, call: int, queue: asyncio.Queue[Any], body: "ForwardedBody", send: Send
+    ) -> bool | None:
+        """Send the response of a request as it comes. Returns None when it is complete, or else
+        whether it has begun, if no more comes."""
+        is_begun = False
         while True:
-            await wanted.acquire()
-            message = await receive()
+            frame = await queue.get()
+            if isinstance(frame, frames.Head):
+                is_begun = True
+                start = {"type": "http.response.start", "status": frame.status}
+                await send(start | {"headers": frame.headers})
+            elif isinstance(frame, frames.Part):
+                if not frame.more:
+                    body.drop_rest()  # Hypercorn waits for that before it ends a stream
+                part = {"body": frame.body, "more_body": frame.more}
+                await send({"type": "http.response.body"} | part)
+                if not frame.more:
+                    return None
+            else:
+                return is_begun
+            self._client.send(frames.Sent(call))
+
+
+class ForwardedBody:
+    """The body of a forwarded request, whose pieces are sent when `wanted` is released. After
+    `drop_rest` the rest of it is taken and dropped, because Hypercorn waits until it is taken."""
+
+    def __init__(self, client: EngineClient, call: int, receive: Receive):
+        self.wanted = asyncio.Semaphore(0)
+        self.is_received = False  # whether all of it has arrived
+        self.is_abandoned = False  # whether the client has disconnected
+        self.is_answered = False  # whether the response is complete or given up
+        self._client, self._call, self._receive = client, call, receive
+        self._is_over = False
+
+    def drop_rest(self) -> None:
+        """Drop what has not arrived yet."""
+        self._is_over = True
+        self.wanted.release()
+
+    async def feed(self, task: asyncio.Task) -> None:
+        """Send or drop pieces until the client disconnects, or much was dropped. If the client
+        disconnects, `task`, which answers it, is cancelled."""
+        dropped = 0
+        while dropped <= MAX_DISCARDED:
+            if not self._is_over:
+                await self.wanted.acquire()
+            message = await self._receive()
             if message["type"] != "http.request":
-                self._client.send(frames.Gone(call))
+                self.is_abandoned = True
+                self._client.send(frames.Gone(self._call))
+                if not self.is_answered:
+                    task.cancel()
                 return
             body, more = message.get("body", b""), message.get("more_body", False)
-            self._client.send(frames.Piece(call, body, more))
+            self.is_received = not more
+            if self._is_over:
+                dropped += len(body)
+            else:
+                self._client.send(frames.Piece(self._call, body, more))
 
 
 async def _refuse(send: Send) -> None:
@@ -164,13 +224,14 @@ class Handler:
 
     async def _handle(self, call: int, scope: Any) -> None:
         is_gone = False
+        pieces, sent = self._pieces[call], self._sent[call]
 
         async def receive() -> Any:
             nonlocal is_gone
             if is_gone:
                 return {"type": "http.disconnect"}
             self._link.send(frames.Wanted(call))
-            piece = await self._pieces[call].get()
+            piece = await pieces.get()
             if isinstance(piece, frames.Gone):
                 is_gone = True
                 return {"type": "http.disconnect"}
@@ -183,7 +244,7 @@ class Handler:
             elif message["type"] == "http.response.body":
                 body, more = message.get("body", b""), message.get("more_body", False)
                 self._link.send(frames.Part(call, body, more))
-            await self._sent[call].get()
+            await sent.get()
 
         try:
             await self._app(scope, receive, send)

@@ -13,7 +13,7 @@ from jaxembed.server.front.frames import LENGTH, Frame, ProtocolError
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 64 * KIB  # read at once: to allocate more takes longer than a query
-MAX_UNSENT = 256 * MIB  # bytes that the other process may leave unread
+MAX_UNSENT = 64 * MIB  # bytes that the other process may leave unread, besides large answers
 
 
 class Link(asyncio.BufferedProtocol):
@@ -57,7 +57,7 @@ class Link(asyncio.BufferedProtocol):
         if self._transport is None or not self.is_open:
             return
         self._transport.write(b"".join(unsent))
-        if self._transport.get_write_buffer_size() > MAX_UNSENT:
+        if self._transport.get_write_buffer_size() > self._max_bytes + MAX_UNSENT:
             logger.error("a process does not read: its connection is closed")
             self.close()
 

@@ -67,7 +67,6 @@ class RemoteAccess(access.Access):
     def __init__(self, service: Service, client: EngineClient, *, has_keys: bool):
         super().__init__(service, is_public=True)
         self._client, self._has_keys = client, has_keys
-        self._needs_key |= has_keys
 
     async def _check_key(self, exchange: Exchange) -> None:
         if not self._has_keys:
@@ -119,7 +118,9 @@ class FrontServer(Server):
         self.unanswered.add(task)
         try:
             is_silent = time.monotonic() - self.heard_at > SILENCE_S
-            await self.forwarder(scope, receive, send, is_cut=is_silent)
+            await self.forwarder(
+                scope, receive, send, is_cut=is_silent, is_expired=lambda: self.expired
+            )
         finally:
             self.unanswered.discard(task)
 
@@ -213,7 +214,11 @@ class FrontEnd:
             while True:
                 frame = await self._control.get()
                 if isinstance(frame, frames.ModelFacts):
-                    await models.add(frame)
+                    try:
+                        await models.add(frame)
+                    except Exception:  # its requests are refused until a table offers it again
+                        logger.exception("the tokenizer of %s cannot be loaded", frame.name)
+                        self._client.send(frames.Returned(frame.number))
                     continue
                 models.apply(frame)
                 if not has_begun:

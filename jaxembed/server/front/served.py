@@ -112,7 +112,7 @@ class RemoteModels(Models):
         known = [
             KnownModel(
                 one.id,
-                None if one.number is None else self._by_number[one.number],
+                None if one.number is None else self._by_number.get(one.number),
                 one.spec,
                 one.takes_images,
                 described=one.described,

@@ -74,9 +74,9 @@ class FrontEnds:
         return sum(front.is_serving for front in self._fronts)
 
     @property
-    def ready(self) -> bool:
-        """Whether any front end serves."""
-        return self.serving > 0
+    def open_requests(self) -> int:
+        """The number of requests that the front ends have sent and that are not answered."""
+        return sum(one.backend.open_requests for one in self._fronts if one.backend is not None)
 
     async def run(self) -> None:
         """Start the front ends, and keep them running until this is cancelled. Raises BackendError
@@ -85,9 +85,10 @@ class FrontEnds:
         looking = asyncio.create_task(self._look())
         self._tasks = [*keeping, looking]
         try:
-            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in self._tasks:
+                if task.done():
+                    task.result()  # raises its error
         finally:
             self._is_stopping = True
             for task in self._tasks:
@@ -169,8 +170,12 @@ class FrontEnds:
         """Publish changed models, and look for front ends that hang."""
         loop = asyncio.get_running_loop()
         while True:
+            looked_at = loop.time()
             await asyncio.sleep(LOOK_S)
             self._publish()
+            was_stopped = (
+                loop.time() - looked_at > 2 * LOOK_S
+            )  # what came meanwhile is not read yet
             for front in self._fronts:
                 backend, process = front.backend, front.process
                 if backend is None or process is None:
@@ -178,7 +183,7 @@ class FrontEnds:
                 backend.send(frames.Alive())
                 limit_s = SILENCE_S if front.is_serving else START_S
                 since = backend.heard_at if front.is_serving else front.started_at
-                if loop.time() - since > limit_s:
+                if loop.time() - since > limit_s and not was_stopped:
                     logger.error("front end %d is silent: it is killed", front.index)
                     self._kill(front)
 
@@ -219,7 +224,9 @@ class FrontEnds:
         command = [sys.executable, "-m", "jaxembed.server.front", *map(str, descriptors)]
         with theirs:
             # without the hooks that asyncio's way runs between fork and exec, which JAX forbids
-            process = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                command, pass_fds=descriptors, stdin=subprocess.DEVNULL, process_group=0
+            )  # in a process group of its own, signals from a terminal do not reach it
         front.process = process
         ended = asyncio.Event()
         backend = Backend(self._app, self._load, lambda: self._applied(front), ended.set)
@@ -256,7 +263,7 @@ class FrontEnds:
         self._send_table(backend, self._table)
 
     def _applied(self, front: FrontEndProcess) -> None:
-        if not front.is_serving:
+        if not front.is_serving and front.backend is not None and front.backend.epoch:
             front.is_serving = True
             self._on_serving()
         self._note_change()

@@ -276,7 +276,7 @@ class Exchange:
             return
         try:
             async with asyncio.timeout(SEND_TIMEOUT_S):
-                await self._send(partial(_send_in_time, send), response)
+                await self._send(partial(send_in_time, send), response)
         except TimeoutError:
             abort_connection()
 
@@ -313,7 +313,7 @@ class Exchange:
         await send({"type": "http.response.body", "body": data[start:], "more_body": False})
 
 
-async def _send_in_time(send: Send, message: Any) -> None:
+async def send_in_time(send: Send, message: Any) -> None:
     """Send a message of ASGI. Raises TimeoutError if the client does not take it in SEND_S
     seconds."""
     async with asyncio.timeout(SEND_S):

@@ -46,29 +46,35 @@ REFUSAL: dict[Task, str] = {  # TEI's messages
 
 @dataclass(eq=False)
 class LoadedInstance:
-    """A model in memory, and the number of leases on it. Each request that uses the model holds a
-    lease. Only the thread of the event loop may call the methods."""
+    """A model in memory, and the number of leases on it. Each request that uses the model has a
+    lease, and each front-end process that knows it holds it. Only the thread of the event loop may
+    call the methods."""
 
     loaded: "LoadedModel"
     leases: int = 0  # the model is not closed before all leases are returned
+    holds: int = 0  # nor before all front ends have let it go
     used_at: float = field(default_factory=time.monotonic)  # when loaded, or last lease returned
     _idle: asyncio.Event | None = None
-
-    def note_use(self) -> None:
-        """Note that a request uses the model now."""
-        self.used_at = time.monotonic()
 
     def give_back(self) -> None:
         """Return a lease."""
         self.leases -= 1
-        self.note_use()
-        if not self.leases and self._idle is not None:
+        self.used_at = time.monotonic()
+        self._tell_if_idle()
+
+    def let_go(self) -> None:
+        """Stop holding the model for a front end."""
+        self.holds -= 1
+        self._tell_if_idle()
+
+    def _tell_if_idle(self) -> None:
+        if not self.leases and not self.holds and self._idle is not None:
             self._idle.set()
 
     async def idle(self) -> None:
-        """Wait until all leases are returned. The caller makes sure that no further one is
-        taken."""
-        if self.leases:
+        """Wait until all leases are returned and no front end holds the model. The caller makes
+        sure that no further lease is taken."""
+        if self.leases or self.holds:
             self._idle = asyncio.Event()
             await self._idle.wait()
 
