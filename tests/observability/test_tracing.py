@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import pytest
 import sources
+import test_front_ends
 from conftest import save_tiny
 from fake_embedder import FakeEmbedder
 from fakes import WAIT_S, encoding
@@ -164,6 +165,19 @@ def test_a_trace_of_one_request_shows_its_life(embedder, protocol):
     assert device.start_time_unix_nano == batch.start_time_unix_nano
     assert device.end_time_unix_nano == batch.end_time_unix_nano
     assert attributes(receiver.requests[0].resource_spans[0].resource)["service.name"] == "test"
+
+
+async def test_a_trace_joins_a_front_end_and_the_engine(embedder):
+    with tracing("http/protobuf") as (receiver, tracer):
+        async with test_front_ends.serving(embedder, 1, tracer) as server:
+            assert (await server.ask()).status_code == 200
+    by_name = {span.name: span for span in receiver.spans}
+    root, batch = by_name.pop("POST /v1/embeddings"), by_name.pop("batch")
+    assert by_name.keys() == STAGES
+    assert [ids(link) for link in batch.links] == [ids(root)]
+    assert [ids(link) for link in by_name["device"].links] == [ids(batch)]
+    begins = by_name["device"].start_time_unix_nano, batch.start_time_unix_nano
+    assert begins[0] == pytest.approx(begins[1], abs=10**6)  # each process reads the clock
 
 
 def test_a_clock_that_is_set_while_the_server_runs_is_followed(embedder, monkeypatch):

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from collections import Counter
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -67,30 +68,30 @@ class Fronted:
         return not (one.inputs or one.tokens or one.small_inputs or one.small_tokens)
 
 
+@contextlib.asynccontextmanager
+async def serving(embedder: Any, count: int = 2, tracer: Any = None, **settings: Any):
+    """Serve a tiny model with some front ends; all of them serve at the start."""
+    config = ServerConfig(front_ends=count, admin_key="admin", **settings)
+    models = Models([embedder.model], {embedder.model.name: ("tiny", "other")})
+    app = create_app(models, config, ModelPool(models), tracer=tracer)
+    listeners = share(listen("127.0.0.1", 0), count)
+    fronts = app.service.fronts = FrontEnds(app, listeners)
+    shutdown = asyncio.Event()
+    task = asyncio.create_task(serve(app, shutdown, listeners))
+    server = Fronted(app, fronts, url(listeners[0]))
+    waiting = asyncio.create_task(server.until_serving(count))
+    await asyncio.wait({waiting, task}, return_when=asyncio.FIRST_COMPLETED)
+    try:
+        yield server
+    finally:
+        shutdown.set()
+        await task
+        embedder.model.admission.draining = False  # the embedder is shared
+
+
 @pytest.fixture(name="fronted")
 def _fronted(embedder):
-    """Serve a tiny model with some front ends; all of them serve at the start."""
-
-    @contextlib.asynccontextmanager
-    async def start(count: int = 2, **settings: Any):
-        config = ServerConfig(front_ends=count, admin_key="admin", **settings)
-        models = Models([embedder.model], {embedder.model.name: ("tiny", "other")})
-        app = create_app(models, config, ModelPool(models))
-        listeners = share(listen("127.0.0.1", 0), count)
-        fronts = app.service.fronts = FrontEnds(app, listeners)
-        shutdown = asyncio.Event()
-        task = asyncio.create_task(serve(app, shutdown, listeners))
-        server = Fronted(app, fronts, url(listeners[0]))
-        waiting = asyncio.create_task(server.until_serving(count))
-        await asyncio.wait({waiting, task}, return_when=asyncio.FIRST_COMPLETED)
-        try:
-            yield server
-        finally:
-            shutdown.set()
-            await task
-            embedder.model.admission.draining = False  # the embedder is shared
-
-    return start
+    return partial(serving, embedder)
 
 
 async def test_answers_are_those_of_one_process(fronted, embedder):

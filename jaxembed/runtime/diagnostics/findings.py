@@ -338,7 +338,7 @@ def _host_work(facts: Facts) -> Iterator[Finding]:
             f"decoding and encoding took {window.loop_share:.0%} of its time; a timer was "
             f"delayed by {window.loop_delay_ms:.0f} ms",
             'request base64 or raw float32 instead of JSON numbers (`"encoding_format": '
-            '"base64"`), or run several servers',
+            '"base64"`), or add --front-ends on a machine with eight cores or more',
         )
     if window.truncated >= max(FEWEST, CUT_SHARE * window.inputs):
         limit, model_limit = admission.max_input_tokens, admission.model_input_tokens

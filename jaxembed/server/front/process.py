@@ -40,6 +40,7 @@ from jaxembed.server.service import Service
 logger = logging.getLogger(__name__)
 
 GROWTH_S = 1.0  # seconds between two reports of the growth of the metrics
+FLUSH_S = 3.0  # for sending the last spans
 SILENCE_S = 3.0  # without news of the engine's process for so long, the front end is not ready
 
 
@@ -132,13 +133,13 @@ class FrontEnd:
         self._listener = listener
         self._client = EngineClient()
         self._control: asyncio.Queue[Any] = asyncio.Queue()
-        self._ended = asyncio.Event()  # the engine's process has ended
         self._stopping, self._closing = asyncio.Event(), asyncio.Event()
         self._serving: asyncio.Task | None = None
         self._draining: asyncio.Task[None] | None = None
         self._app: FrontServer | None = None
         self._models: RemoteModels | None = None
         self._audit: AuditLog | None = None
+        self._tracer: Tracer | None = None
 
     async def run(self, channel: socket.socket) -> None:
         """Serve until the engine's process ends or says that the server stops. `channel` is the
@@ -161,6 +162,8 @@ class FrontEnd:
         await asyncio.sleep(0)  # sends it
         if self._audit is not None:
             self._audit.close()
+        if self._tracer is not None:
+            self._tracer.close(FLUSH_S)
 
     async def _drain(self, timeout_s: float) -> None:
         """Refuse new requests, and answer those that were admitted."""
@@ -240,18 +243,20 @@ class FrontEnd:
         self._audit = None if start.audit_log is None else AuditLog(Path(start.audit_log))
         pool = cast(Any, RemotePool(self._client, models))
         fetcher = image_fetcher(config)
-        tracer = _tracer(start.tracing)
+        self._tracer = _tracer(start.tracing)
         service = Service(
             models,
             config,
             pool,
             audit=self._audit,
-            tracer=tracer,
+            tracer=self._tracer,
             fetcher=fetcher,
             has_keys=start.has_keys,
         )
         guard = RemoteAccess(service, self._client, has_keys=start.has_keys)
         self._app = FrontServer(service, guard, self._client)
+        if fetcher is not None:
+            self._app.after_serving(fetcher.aclose)
         return models
 
     async def _report(self) -> None:

@@ -161,10 +161,10 @@ class FrontEnds:
         else:
             instance = await pool.lease(frame.name, frame.task, frame.permitted, frame.outputs)
             try:
-                return self._publish(backend)
+                return self._publish()
             finally:
                 instance.give_back()
-        return self._publish(backend)
+        return self._publish()
 
     async def _look(self) -> None:
         """Publish changed models, and look for front ends that hang."""
@@ -173,9 +173,8 @@ class FrontEnds:
             looked_at = loop.time()
             await asyncio.sleep(LOOK_S)
             self._publish()
-            was_stopped = (
-                loop.time() - looked_at > 2 * LOOK_S
-            )  # what came meanwhile is not read yet
+            # if this process was stopped, it has not read yet what came meanwhile
+            was_stopped = loop.time() - looked_at > 2 * LOOK_S
             for front in self._fronts:
                 backend, process = front.backend, front.process
                 if backend is None or process is None:
@@ -207,8 +206,7 @@ class FrontEnds:
             if len(self._deaths) >= MAX_DEATHS * len(self._fronts):
                 raise BackendError(
                     f"front-end processes ended {counted(len(self._deaths), 'time')} within "
-                    f"{DEATHS_S:g} s; "
-                    "the log has the reasons"
+                    f"{DEATHS_S:g} s; the log has the reasons"
                 )
             logger.error(
                 "front end %d has ended with status %s; it is started again", front.index, status
@@ -223,10 +221,11 @@ class FrontEnds:
         descriptors = theirs.fileno(), front.listener.fileno()
         command = [sys.executable, "-m", "jaxembed.server.front", *map(str, descriptors)]
         with theirs:
-            # without the hooks that asyncio's way runs between fork and exec, which JAX forbids
+            # Not by asyncio, whose hooks between fork and exec JAX forbids; and in a process group
+            # of its own, which signals from a terminal do not reach.
             process = subprocess.Popen(
                 command, pass_fds=descriptors, stdin=subprocess.DEVNULL, process_group=0
-            )  # in a process group of its own, signals from a terminal do not reach it
+            )
         front.process = process
         ended = asyncio.Event()
         backend = Backend(self._app, self._load, lambda: self._applied(front), ended.set)
@@ -272,7 +271,7 @@ class FrontEnds:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _publish(self, backend: Backend | None = None) -> int:
+    def _publish(self) -> int:
         """Tell the front ends of the models and names if they have changed. Returns the epoch of
         the last table."""
         table = self._make_table()
