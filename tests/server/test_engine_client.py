@@ -145,6 +145,25 @@ async def test_memory_that_is_lent_to_a_cancelled_request_is_not_lost(model, emb
         await asyncio.sleep(0)
 
 
+async def test_memory_that_was_made_room_for_is_there(model, embedder):
+    capacity = model.admission.capacity
+
+    async def hold(count: int) -> None:
+        with capacity.request() as reservation:
+            for _ in range(5):
+                await reservation.make_room(count)
+                reservation.charge(count)
+                await asyncio.sleep(0)
+            assert reservation.bytes == 5 * count
+
+    await asyncio.gather(*(hold(1000 * k) for k in range(100)))
+    assert capacity.bytes == 0
+    if model is not embedder.model:
+        capacity.give_all_back()
+    while embedder.model.admission.capacity.bytes:
+        await asyncio.sleep(0)
+
+
 async def test_a_draining_model_refuses(model, embedder):
     embedder.model.admission.draining = True
     try:

@@ -136,6 +136,7 @@ class LentReservation(Reservation):
     def __init__(self, capacity: LentCapacity):
         super().__init__(capacity)
         self._lent = capacity
+        self._aside = 0  # bytes that `make_room` has set aside
         self.number: int | None = None
         self.charges: dict[int, int] = {}  # tokens of the answer by the number of its part
         self.has_quota = False  # whether the engine's process charges the tokens to a key
@@ -147,17 +148,22 @@ class LentReservation(Reservation):
         return self.number
 
     async def make_room(self, count: int) -> None:
-        """Borrow memory, so that `charge` finds `count` bytes. Raises its errors."""
-        if count > self._lent.free:
-            self._check(count)
+        """Set `count` bytes aside for the next `charge`, and borrow them if needed. Raises the
+        errors of `charge`."""
+        self._check(count)
+        while count > self._lent.free:  # another request may take what was borrowed
             await self._lent.borrow(count, self.bytes + count)
+        self._lent.free -= max(count, 0)
+        self._aside += max(count, 0)
 
     def charge(self, count: int) -> None:
         self._check(count)
-        if count > self._lent.free:
+        from_aside = min(max(count, 0), self._aside)
+        if count - from_aside > self._lent.free:
             raise Overloaded("Server is overloaded: there is no memory for this request")
+        self._aside -= from_aside
+        self._lent.free -= count - from_aside
         self.bytes += count
-        self._lent.free -= count
         self._lent.bytes += count
 
     def _check(self, count: int) -> None:
@@ -169,9 +175,9 @@ class LentReservation(Reservation):
             )
 
     def close(self) -> None:
-        self._lent.free += self.bytes
+        self._lent.free += self.bytes + self._aside
         self._lent.bytes -= self.bytes
-        self.bytes = 0
+        self.bytes = self._aside = 0
         self._lent.give_back()
         if self.number is not None:
             self._lent.client.send(frames.End(self.number, self.charges))
