@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Collection
 from contextlib import AbstractContextManager, closing
+from functools import partial
 from itertools import count
 from typing import Any, cast
 
@@ -92,27 +93,28 @@ class LentCapacity(Capacity):
         self.client = client
         self.free = 0  # lent bytes that no request holds
         self._block = max(min(BLOCK, max_bytes // 256), 1)
-        self._borrowing = asyncio.Lock()
 
     def request(self) -> AbstractContextManager[Reservation]:
         return closing(LentReservation(self))
 
-    async def borrow(self, count: int, wanted: int) -> None:
-        """Borrow memory until `count` bytes are free, for a request that would hold `wanted` bytes.
-        Raises Overloaded if the engine's process has no memory left."""
-        async with self._borrowing:
-            least = count - self.free
-            if least <= 0:
-                return
-            call = self.client.number()
-            most = least + self._block
-            future = self.client.start(frames.Lend(call, least, most, wanted), call)
-            future.add_done_callback(self._take)  # also if the request is cancelled meanwhile
-            await asyncio.shield(future)
+    async def borrow(self, reservation: "LentReservation", count: int) -> None:
+        """Borrow `count` bytes for a request, and some more. Raises Overloaded if the engine's
+        process has no memory left."""
+        call, wanted = self.client.number(), reservation.bytes + count
+        future = self.client.start(frames.Lend(call, count, count + self._block, wanted), call)
+        # it takes what was lent, also if the request is cancelled meanwhile
+        future.add_done_callback(partial(self._take, reservation, count))
+        await asyncio.shield(future)
 
-    def _take(self, lent: "asyncio.Future[frames.Granted]") -> None:
-        if not lent.cancelled() and lent.exception() is None:
-            self.free += lent.result().count
+    def _take(
+        self, reservation: "LentReservation", count: int, lent: "asyncio.Future[frames.Granted]"
+    ) -> None:
+        if lent.cancelled() or lent.exception() is not None:
+            return
+        self.free += lent.result().count
+        if not reservation.is_closed:
+            self.free -= count
+            reservation.aside += count
 
     def give_back(self) -> None:
         """Give lent memory back if much is free."""
@@ -136,7 +138,8 @@ class LentReservation(Reservation):
     def __init__(self, capacity: LentCapacity):
         super().__init__(capacity)
         self._lent = capacity
-        self._aside = 0  # bytes that `make_room` has set aside
+        self.aside = 0  # bytes that `make_room` has set aside
+        self.is_closed = False
         self.number: int | None = None
         self.charges: dict[int, int] = {}  # tokens of the answer by the number of its part
         self.has_quota = False  # whether the engine's process charges the tokens to a key
@@ -151,17 +154,18 @@ class LentReservation(Reservation):
         """Set `count` bytes aside for the next `charge`, and borrow them if needed. Raises the
         errors of `charge`."""
         self._check(count)
-        while count > self._lent.free:  # another request may take what was borrowed
-            await self._lent.borrow(count, self.bytes + count)
-        self._lent.free -= max(count, 0)
-        self._aside += max(count, 0)
+        if count > self._lent.free:
+            await self._lent.borrow(self, count)
+        elif count > 0:
+            self._lent.free -= count
+            self.aside += count
 
     def charge(self, count: int) -> None:
         self._check(count)
-        from_aside = min(max(count, 0), self._aside)
+        from_aside = min(max(count, 0), self.aside)
         if count - from_aside > self._lent.free:
             raise Overloaded("Server is overloaded: there is no memory for this request")
-        self._aside -= from_aside
+        self.aside -= from_aside
         self._lent.free -= count - from_aside
         self.bytes += count
         self._lent.bytes += count
@@ -175,9 +179,10 @@ class LentReservation(Reservation):
             )
 
     def close(self) -> None:
-        self._lent.free += self.bytes + self._aside
+        self._lent.free += self.bytes + self.aside
         self._lent.bytes -= self.bytes
-        self.bytes = self._aside = 0
+        self.bytes = self.aside = 0
+        self.is_closed = True
         self._lent.give_back()
         if self.number is not None:
             self._lent.client.send(frames.End(self.number, self.charges))
