@@ -337,7 +337,7 @@ class Telemetry:
     def __init__(self, max_input_tokens: int = 2**19):
         self.registry = CollectorRegistry()
         self._reads: dict[int, list[Callable[[], float]]] = {}
-        self._grown: dict[str, Any] = {}  # the metrics that grow, by name
+        self._grown: dict[str, Any] = {}  # by number, in the order in which they were added
         self._add_tei_metrics(max_input_tokens)
         self._add_jaxembed_metrics()
 
@@ -346,7 +346,7 @@ class Telemetry:
         return text_format(self.registry)
 
     def growth(self) -> dict[str, Any]:
-        """Return the growth of each metric that has grown since the last call, by name."""
+        """Return the growth of each metric that has grown since the last call, by its number."""
         return {name: grown for name, one in self._grown.items() if (grown := one.growth())}
 
     def grow(self, growth: Mapping[str, Any]) -> None:

@@ -82,7 +82,7 @@ class Ledger:
         elif status == 503 and ("shutting down" in text or "shut down" in text):
             self._lost_to_signal(entry, "drained", text)
             err = "overloaded"
-        elif status in (424, 503):
+        elif status in (424, 503) or (status == 400 and "the device does not return" in text):
             self._excuse(entry, DEVICE, "device fault")
             err = "inference"
         else:

@@ -5,7 +5,7 @@ import contextlib
 import random
 import socket
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -16,8 +16,9 @@ from jaxembed.data.work import Encoding, Ragged, SparseRows, Work, work_from_enc
 from jaxembed.engine.admission import Cost
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.server.errors import Unauthorized
-from jaxembed.server.front import frames
-from jaxembed.server.front.forward import ForwardedBody
+from jaxembed.server.front import forward, frames
+from jaxembed.server.front.client import EngineClient
+from jaxembed.server.front.forward import ForwardedBody, Forwarder
 from jaxembed.server.front.frames import LENGTH, Failure, ProtocolError
 from jaxembed.server.front.link import Link
 
@@ -286,6 +287,30 @@ async def test_the_rest_of_a_forwarded_body_is_taken_after_the_answer():
     assert not pieces
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_client_that_leaves_one_request_keeps_its_connection(monkeypatch):
+    aborted: list[bool] = []
+    monkeypatch.setattr(forward, "abort_connection", lambda: aborted.append(True))
+    client = EngineClient()
+    client.link = cast(Any, SimpleNamespace(is_open=True, send=lambda frame: None))
+    forwarder, left = Forwarder(client), asyncio.Event()
+
+    async def receive() -> Any:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        left.set()
+
+    scope = {"method": "GET", "path": "/", "raw_path": b"/", "query_string": b"", "headers": []}
+    scope |= {"http_version": "2", "scheme": "http", "client": None}
+    answering = asyncio.create_task(forwarder(scope, receive, send))
+    await asyncio.sleep(0)
+    for frame in (frames.Wanted(1), frames.Head(1, 200, [])):
+        forwarder.take(frame)
+    await answering
+    assert not aborted
 
 
 def test_the_growth_of_metrics_adds_up_in_another_process():

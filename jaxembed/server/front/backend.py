@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import count
@@ -88,7 +88,7 @@ class Backend:
     def __init__(
         self,
         app: Server,
-        load: Callable[["Backend", frames.Load], Any],
+        load: Callable[[frames.Load], Awaitable[int]],
         on_change: Callable[[], object],
         on_end: Callable[[], object],
     ):
@@ -237,7 +237,7 @@ class Backend:
     def _load_model(self, frame: frames.Load) -> None:
         async def run() -> None:
             try:
-                epoch = await self._load(self, frame)
+                epoch = await self._load(frame)
             except Exception as error:
                 self._refuse(frame.call, error)
             else:

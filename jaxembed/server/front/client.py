@@ -1,15 +1,11 @@
 """The engine as a front-end process sees it: admits requests, computes their work, lends memory."""
 
 import asyncio
-from collections.abc import Collection
 from contextlib import AbstractContextManager, closing
 from functools import partial
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
-
-from jaxembed.data.spec import Task
 from jaxembed.data.work import Work
 from jaxembed.engine.admission import RESERVE_DIVISOR, Capacity, Cost, Permit, Reservation
 from jaxembed.errors import Overloaded, RequestTooLarge, ShuttingDown
@@ -43,22 +39,22 @@ class EngineClient:
         if self.link is not None:
             self.link.send(frame)
 
-    def start(self, frame: Frame, call: int) -> asyncio.Future[Any]:
+    def start(self, frame: Any) -> asyncio.Future[Any]:
         """Send a frame that is a call, and return the future of its answer. It raises the error of
         the call, or ShuttingDown if the engine's process has ended."""
         if self.link is None or not self.link.is_open:
             raise ShuttingDown(GONE)
-        self._calls[call] = future = asyncio.get_running_loop().create_future()
+        self._calls[frame.call] = future = asyncio.get_running_loop().create_future()
         self.send(frame)
         return future
 
-    async def call(self, frame: Frame, call: int) -> Any:
+    async def call(self, frame: Any) -> Any:
         """Send a frame that is a call, and return its answer. Raises the errors of `start`."""
-        future = self.start(frame, call)
+        future = self.start(frame)
         try:
             return await future
         except asyncio.CancelledError:
-            self.forget(call)
+            self.forget(frame.call)
             raise
 
     def forget(self, call: int) -> None:
@@ -101,7 +97,7 @@ class LentCapacity(Capacity):
         """Borrow `count` bytes for a request, and some more. Raises Overloaded if the engine's
         process has no memory left."""
         call, wanted = self.client.number(), reservation.bytes + count
-        future = self.client.start(frames.Lend(call, count, count + self._block, wanted), call)
+        future = self.client.start(frames.Lend(call, count, count + self._block, wanted))
         # it takes what was lent, also if the request is cancelled meanwhile
         future.add_done_callback(partial(self._take, reservation, count))
         await asyncio.shield(future)
@@ -201,7 +197,7 @@ class RemotePermit(Permit):
         """Have the part admitted now. Raises the errors of `Admission.admit`."""
         request = self.reservation.known()
         frame = frames.Reserve(self.call, request, self._model, self._cost, is_run)
-        await self._client.call(frame, self.call)
+        await self._client.call(frame)
         self._is_reserved = True
         self._count_inputs()
 
@@ -226,7 +222,7 @@ class RemotePermit(Permit):
             trace=context,
             **frames.fields_of(work),
         )
-        future = self._client.start(frame, self.call)
+        future = self._client.start(frame)
         is_admitted = True
         try:
             return await future
@@ -261,42 +257,3 @@ class RemotePermit(Permit):
         if isinstance(error, Exception) and self._is_sent and self.reservation.has_quota:
             self.reservation.charges[self.call] = 0
         self.release()
-
-
-async def admit(
-    client: EngineClient,
-    model: int,
-    cost: Cost,
-    reservation: Reservation | None,
-    *,
-    is_run: bool,
-) -> RemotePermit:
-    """Admit a part of a request to a model. A brief one is admitted when its work is sent. Raises
-    the errors of `Admission.admit`."""
-    permit = RemotePermit(client, model, cost, cast(LentReservation, reservation))
-    if not is_run or cost.inputs != 1 or cost.tokens > BRIEF_TOKENS:
-        await permit.reserve(is_run=is_run)
-    return permit
-
-
-async def load(
-    client: EngineClient,
-    name: str | None,
-    task: Task | None,
-    permitted: Collection[str] | None,
-    outputs: Collection[str],
-    *,
-    specs_only: bool = False,
-) -> int:
-    """Have the engine's process load the model of a request. Returns the epoch of the table that
-    has the model. Raises the errors of `ModelPool.lease`."""
-    call = client.number()
-    names = None if permitted is None else list(permitted)
-    frame = frames.Load(call, name, task, names, cast(Any, list(outputs)), specs_only)
-    loaded: frames.Loaded = await client.call(frame, call)
-    return loaded.epoch
-
-
-def times_of(data: bytes) -> list[float]:
-    """Return the seconds in a field of Answered."""
-    return np.frombuffer(data, np.float64).tolist()

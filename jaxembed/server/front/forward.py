@@ -87,7 +87,7 @@ class Forwarder:
             if not (body.is_abandoned or is_expired()):
                 raise
             task.uncancel()
-            is_begun = body.is_abandoned
+            is_begun = False
         finally:
             del self._open[call]
             self._client.send(frames.Gone(call))
@@ -95,8 +95,8 @@ class Forwarder:
             body.drop_rest()
             if body.is_received:
                 feeding.cancel()
-        if is_begun is None:  # it is complete
-            return
+        if is_begun is None or body.is_abandoned:  # it is complete, or nobody waits for it
+            return  # an HTTP/2 connection goes on for other requests
         if is_begun:
             abort_connection()  # the response cannot be completed
         else:

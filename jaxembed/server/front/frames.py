@@ -27,7 +27,8 @@ from jaxembed.errors import BackendError, JaxembedError, counted
 from jaxembed.server import errors as server_errors
 
 LENGTH = struct.Struct("<I")
-DTYPES = {"indices": np.dtype(np.int32), "values": np.dtype(np.float32)}
+
+PLAIN = (str, int, float, list, tuple, type(None))  # attributes of errors that are sent
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -52,7 +53,8 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
         """Describe an error. Any but one of this package becomes a BackendError."""
         if not isinstance(error, JaxembedError):
             return Failure("BackendError", "an internal error, see the server's log", {})
-        return Failure(type(error).__name__, str(error), vars(error))
+        plain = {name: value for name, value in vars(error).items() if isinstance(value, PLAIN)}
+        return Failure(type(error).__name__, str(error), plain)
 
     @property
     def error(self) -> JaxembedError:
@@ -180,7 +182,7 @@ class GiveBack(Frame, tag=12):
 
 
 class Load(Frame, tag=13):
-    """Have the models that a request may mean in memory. `task` of None asks for their specs."""
+    """Load the models that a request may mean; with `specs_only`, those whose spec is unknown."""
 
     call: int
     name: str | None

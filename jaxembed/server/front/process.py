@@ -65,12 +65,12 @@ class RemoteQuota:
 class RemoteAccess(access.Access):
     """The steps around each handler, with the keys of the key file in the engine's process."""
 
-    def __init__(self, service: Service, client: EngineClient, *, has_keys: bool):
+    def __init__(self, service: Service, client: EngineClient):
         super().__init__(service, is_public=True)
-        self._client, self._has_keys = client, has_keys
+        self._client = client
 
     async def _check_key(self, exchange: Exchange) -> None:
-        if not self._has_keys:
+        if not self._service.has_keys:
             await super()._check_key(exchange)
             return
         reservation = cast(LentReservation, exchange.body.reservation)
@@ -78,7 +78,7 @@ class RemoteAccess(access.Access):
         sent_key = access.sent_key(exchange)
         frame = frames.Begin(call, request, sent_key, exchange.method, exchange.path)
         try:
-            begun: frames.Begun = await self._client.call(frame, call)
+            begun: frames.Begun = await self._client.call(frame)
         except JaxembedError as error:
             exchange.key_name = vars(error).pop("key_name", exchange.key_name)
             if vars(error).pop("has_quota", False):
@@ -98,7 +98,7 @@ class RemoteAccess(access.Access):
             return ()
         call = self._client.number()
         request = cast(LentReservation, exchange.body.reservation).known()
-        answer: frames.RateStates = await self._client.call(frames.Rates(call, request), call)
+        answer: frames.RateStates = await self._client.call(frames.Rates(call, request))
         return answer.states
 
 
@@ -253,7 +253,7 @@ class FrontEnd:
             fetcher=fetcher,
             has_keys=start.has_keys,
         )
-        guard = RemoteAccess(service, self._client, has_keys=start.has_keys)
+        guard = RemoteAccess(service, self._client)
         self._app = FrontServer(service, guard, self._client)
         if fetcher is not None:
             self._app.after_serving(fetcher.aclose)

@@ -5,6 +5,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from jaxembed.checkpoints import checkpoint
 from jaxembed.checkpoints.ranges import load_ranges
 from jaxembed.config import TextConfig
@@ -21,12 +23,11 @@ from jaxembed.runtime.runner import Computed, TokenizingRunner
 from jaxembed.runtime.served import ServedModel, ServedRoute, processor_of
 from jaxembed.server.front import frames
 from jaxembed.server.front.client import (
+    BRIEF_TOKENS,
     EngineClient,
     LentCapacity,
+    LentReservation,
     RemotePermit,
-    admit,
-    load,
-    times_of,
 )
 from jaxembed.server.registry.models import KnownModel, LoadedInstance, Models, is_name
 
@@ -52,8 +53,8 @@ class RemoteRunner(TokenizingRunner):
         if trace is not None:
             trace.add(answer.queued_at, answer.runs)
         values = frames.decoded_result(answer.values, work, self.spec.widths)
-        times = times_of(answer.queue_s), times_of(answer.inference_s)
-        return Computed(values, *times, cached=answer.cached)
+        seconds = (np.frombuffer(column) for column in (answer.queue_s, answer.inference_s))
+        return Computed(values, *(column.tolist() for column in seconds), cached=answer.cached)
 
 
 class RemoteModel(ServedModel[ServedRoute]):
@@ -81,7 +82,12 @@ class RemoteModel(ServedModel[ServedRoute]):
     async def admit(
         self, cost: Cost, reservation: Reservation | None, *, is_run: bool = True
     ) -> Permit:
-        return await admit(self._client, self.number, cost, reservation, is_run=is_run)
+        """Admit a part of a request. A brief one is admitted when its work is sent."""
+        assert isinstance(reservation, LentReservation)
+        permit = RemotePermit(self._client, self.number, cost, reservation)
+        if not is_run or cost.inputs != 1 or cost.tokens > BRIEF_TOKENS:
+            await permit.reserve(is_run=is_run)
+        return permit
 
     def close(self) -> None:
         """Stop the tokenizer threads."""
@@ -184,8 +190,7 @@ class RemotePool:
                 if instance is not None:
                     instance.leases += 1
                     return instance
-            epoch = await load(self._client, name, task, permitted, outputs)
-            await models.applied(epoch)
+            await self._load(name, task, permitted, outputs)
             is_asked = True
         raise ModelUnavailable("the model is evicted again and again; raise --model-memory")
 
@@ -202,6 +207,21 @@ class RemotePool:
                 specs = [None]
             if None not in specs:
                 return [spec for spec in specs if spec is not None]
-            epoch = await load(self._client, name, None, permitted, (), specs_only=True)
-            await self.models.applied(epoch)
+            await self._load(name, None, permitted, (), specs_only=True)
         raise ModelUnavailable("the model is evicted again and again; raise --model-memory")
+
+    async def _load(
+        self,
+        name: str | None,
+        task: Task | None,
+        permitted: Collection[str] | None,
+        outputs: Collection[OutputName],
+        *,
+        specs_only: bool = False,
+    ) -> None:
+        """Have the engine's process load the models that a request may mean, and wait until the
+        table has them. Raises the errors of `ModelPool.lease`."""
+        call, names = self._client.number(), None if permitted is None else list(permitted)
+        frame = frames.Load(call, name, task, names, list(outputs), specs_only)
+        loaded: frames.Loaded = await self._client.call(frame)
+        await self.models.applied(loaded.epoch)

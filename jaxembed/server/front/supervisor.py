@@ -153,7 +153,7 @@ class FrontEnds:
             if front.is_serving and front.backend is not None and front.backend.epoch < epoch
         ]
 
-    async def _load(self, backend: Backend, frame: frames.Load) -> int:
+    async def _load(self, frame: frames.Load) -> int:
         """Load the models that a request may mean. Returns the epoch of the table with them."""
         pool = self._service.pool
         if frame.specs_only:

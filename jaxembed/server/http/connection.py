@@ -1,7 +1,7 @@
 """Connections: subclasses of Hypercorn's classes that do less work per request, and limit the
 memory and the work that a client can cause.
 
-Only this file, http1.py and app.py use private names of Hypercorn and Quart, and pyproject.toml
+Only this file, http1.py and server.py use private names of Hypercorn and Quart, and pyproject.toml
 admits only tested versions of Hypercorn, Quart, h2 and httptools. Each item of this list can be
 deleted when the library does what follows it:
 
@@ -17,7 +17,7 @@ deleted when the library does what follows it:
 - `Http1`, in http1.py: Hypercorn parses HTTP/1.1 by httptools, and ignores upgrades and tunnels.
 - `Http2`: Hypercorn ignores tunnels and priorities, and lets other tasks run while it handles many
   HTTP/2 frames.
-- `Routes`, in app.py: Quart finds routes without encoding the host name.
+- `Routes`, in server.py: Quart finds routes without encoding the host name.
 """
 
 import asyncio

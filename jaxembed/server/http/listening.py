@@ -64,8 +64,7 @@ def url(listener: socket.socket) -> str:
 
 
 def collect_rarely() -> None:
-    """Have the garbage collector look for cycles less often: requests make few, and by default it
-    takes a twentieth of their time."""
+    """Have the garbage collector look for cycles less often, because requests make few."""
     gc.set_threshold(10_000, 20, 50)
 
 
