@@ -189,19 +189,24 @@ class TextProcessor:
             return _tokenized(self._encode_marked(inputs, tokenization, self._spec.interaction))
         texts = [item for item in inputs if isinstance(item, Text)]
         max_characters = self._max_characters
-        cut = (
-            slice(0, max_characters)
-            if tokenization.side == "right"
-            else slice(-max_characters, None)
-        )
-        prompted = ((tokenization.prompt + text.text)[cut] for text in texts)
+        prompted = [tokenization.prompt + text.text for text in texts]
+        is_cut = max(map(len, prompted), default=0) > max_characters
+        if is_cut:
+            is_right = tokenization.side == "right"
+            cut = slice(0, max_characters) if is_right else slice(-max_characters, None)
+            prompted = [text[cut] for text in prompted]
+        has_spans = self._has_spans(tokenization)
+        is_ids_only = self._needs_only_ids and not has_spans and len(texts) == len(inputs)
+        if is_ids_only and len(texts) == 1 and texts[0].text and not is_cut:
+            row = self._short_row(prompted[0])
+            if row is not None:
+                return Tokenized(whole_work({"ids": row}, np.array([len(row)], np.int32)), 0)
         encoded = zip(
             texts,
             self._tokenizer.encode_enough(prompted, self.limit, tokenization.side),
             strict=True,
         )
-        has_spans = self._has_spans(tokenization)
-        if self._needs_only_ids and not has_spans and len(texts) == len(inputs):
+        if is_ids_only:
             # Without token types and spans it is faster to make one array of the ids of all texts.
             special_ids, max_length = self._special_ids, max_characters - len(tokenization.prompt)
             rows: list[list[int]] = []
@@ -219,7 +224,8 @@ class TextProcessor:
             except InvalidInput as error:
                 raise error.at(len(rows)) from error
             lengths = [len(row) for row in rows]
-            ids = np.fromiter(chain.from_iterable(rows), np.int32, sum(lengths))
+            joined = rows[0] if len(rows) == 1 else list(chain.from_iterable(rows))
+            ids = np.array(joined, np.int32)
             return Tokenized(whole_work({"ids": ids}, np.array(lengths, np.int32)), truncated)
         pairs = self._encode_pairs(
             [item for item in inputs if isinstance(item, Pair)], tokenization
@@ -240,6 +246,17 @@ class TextProcessor:
                     yield self._finish(text, encoding, whole, tokenization)
 
         return _tokenized(encodings())
+
+    def _short_row(self, text: str) -> np.ndarray | None:
+        """Return the token ids of a text with its special tokens, int32 `[tokens]`, if they are
+        quickly found and need none of the steps of `_finish`; else None. Raises TokenizerError."""
+        ids = self._tokenizer.short_ids(text)
+        if not ids:
+            return None
+        before, after = self._ids_around
+        row = [*before, *ids, *after]
+        is_usual = len(row) <= self.limit and self._special_ids.isdisjoint(row)
+        return np.array(row, np.int32) if is_usual else None
 
     def tokenize_query(self, query: str, tokenization: TokenizationOptions) -> Row:
         """Tokenize a query once, for use in several calls of `encode_pairs_of_query`.

@@ -4,18 +4,20 @@ with the offsets of each token."""
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
 import tokenizers
-from tokenizers import pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers
 
 from jaxembed.data.inputs import OffsetUnit
 from jaxembed.errors import INTERRUPTS, CheckpointError, InvalidInput, TokenizerError, counted
 from jaxembed.memory import KIB
 from jaxembed.preprocessing.job_threads import restart_if_small
+from jaxembed.preprocessing.word_cache import ASCII_WORD, WordCache
 
 Side = Literal["left", "right"]
 
@@ -52,8 +54,6 @@ WIDER: dict[OffsetUnit, tuple[int, ...]] = {
 # removes control characters.
 UNICODE_STEPS = ("NFC", "NFD", "NFKC", "NFKD", "StripAccents")
 PLAIN_ASCII = re.compile(r"[\t\n\r -~]*")
-ASCII_WORD = r"[A-Za-z0-9]+|[!-/:-@\[-`{-~]"  # a word, or a punctuation mark
-
 WORD_END = re.compile(r"(?<=\S) ")
 Item = TypeVar("Item")
 
@@ -73,6 +73,7 @@ class Tokenizer:
         self.file.no_padding()
         self.file.no_truncation()
         self._of_ascii = tokenizer_of_ascii(self.file)
+        self._words = word_cache_of(self.file, self._of_ascii)
 
     def encode(self, texts: Sequence[str], *, special: bool = True, fast: bool = True) -> list:
         """Tokenize each text. Returns a tokenizers.Encoding for each text.
@@ -85,14 +86,17 @@ class Tokenizer:
         if max(map(len, texts), default=0) > SMALL_TEXT:
             restart_if_small()
         try:
-            tokenizer_of = {False: self.file, True: self._of_ascii or self.file}
-            is_ascii = [self._of_ascii is not None and is_plain_ascii(text) for text in texts]
-            encodings: dict[bool, Iterator[tokenizers.Encoding]] = {}
-            for plain in set(is_ascii):
-                part = [
-                    text for text, is_one in zip(texts, is_ascii, strict=True) if is_one == plain
-                ]
-                encodings[plain] = iter(_encode(tokenizer_of[plain], part, special, fast))
+            of_ascii = self._of_ascii
+            is_ascii = [of_ascii is not None and is_plain_ascii(text) for text in texts]
+            if of_ascii is None or not any(is_ascii):
+                return _encode(self.file, texts, special, fast)
+            if all(is_ascii):
+                return _encode(of_ascii, texts, special, fast)
+            others = [text for text, plain in zip(texts, is_ascii, strict=True) if not plain]
+            encodings = (
+                iter(_encode(self.file, others, special, fast)),
+                iter(_encode(of_ascii, list(compress(texts, is_ascii)), special, fast)),
+            )
             return [next(encodings[plain]) for plain in is_ascii]
         except INTERRUPTS:
             raise
@@ -103,6 +107,21 @@ class Tokenizer:
             except UnicodeEncodeError:
                 reason = "the text holds a lone surrogate, which is not Unicode text"
             raise TokenizerError(reason) from error
+
+    def short_ids(self, text: str) -> list[int] | None:
+        """Return the token ids of a text without special tokens, if this takes less time than
+        `encode`; else None. Raises TokenizerError if the tokenizer refuses the text."""
+        if self._words is None or len(text) > SHORT_CHARACTERS or not is_plain_ascii(text):
+            return None
+        words = self._words.split(text)
+        if words is None:
+            return None
+        ids = self._words.ids(words)
+        if ids is None:
+            (encoding,) = self.encode([text], special=False, fast=False)
+            self._words.learn(words, encoding)
+            ids = encoding.ids
+        return ids
 
     def encode_enough(
         self,
@@ -164,7 +183,7 @@ class Tokenizer:
 
 
 def _encode(
-    tokenizer: tokenizers.Tokenizer, texts: list[str], special: bool, fast: bool
+    tokenizer: tokenizers.Tokenizer, texts: Sequence[str], special: bool, fast: bool
 ) -> list[tokenizers.Encoding]:
     """Tokenize texts with `Tokenizer.file`, or another tokenizer that gives the same tokens."""
     # encode_batch() releases the interpreter lock and has to wait for it afterwards, which takes
@@ -193,8 +212,7 @@ def tokenizer_of_ascii(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer 
     shared = tokenizers.Tokenizer(tokenizer.model)
     if shorter is not None:
         shared.normalizer = _read_normalizer(shorter)
-    splits_as_bert = isinstance(tokenizer.pre_tokenizer, pre_tokenizers.BertPreTokenizer)
-    if splits_as_bert and shorter in (None, {"type": "Lowercase"}):
+    if _splits_as_bert(tokenizer, shared.normalizer):
         # the same words, without looking each character up in the tables of Unicode
         words = tokenizers.Regex(ASCII_WORD)
         shared.pre_tokenizer = pre_tokenizers.Split(words, "removed", invert=True)
@@ -205,6 +223,24 @@ def tokenizer_of_ascii(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer 
     for _, token in sorted(added.items()):
         (shared.add_special_tokens if token.special else shared.add_tokens)([token])
     return shared if shared.get_added_tokens_decoder() == added else None
+
+
+def word_cache_of(
+    tokenizer: tokenizers.Tokenizer, of_ascii: tokenizers.Tokenizer | None
+) -> WordCache | None:
+    """Return a cache of the words of plain ASCII; None for a tokenizer that divides texts in
+    another way than BERT's. `of_ascii` is its `tokenizer_of_ascii`."""
+    if of_ascii is None or not _splits_as_bert(tokenizer, of_ascii.normalizer):
+        return None
+    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    return WordCache(added, lowercases=of_ascii.normalizer is not None)
+
+
+def _splits_as_bert(tokenizer: tokenizers.Tokenizer, normalizer: Any) -> bool:
+    """Return whether a tokenizer divides plain ASCII, of which `normalizer` is what is left of its
+    normalizer, into the words of ASCII_WORD."""
+    is_plain = normalizer is None or isinstance(normalizer, normalizers.Lowercase)
+    return is_plain and isinstance(tokenizer.pre_tokenizer, pre_tokenizers.BertPreTokenizer)
 
 
 def _normalizer_of_ascii(normalizer: Any) -> Any:

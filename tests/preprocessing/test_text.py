@@ -283,8 +283,8 @@ def test_texts_of_spaces_and_nul_are_texts(processor):
 
 def test_outer_white_space_reaches_the_tokenizer(processor, monkeypatch):
     shown = shown_texts(processor, monkeypatch)
-    processor.encode([Text("  cat \n")], tokenization())
-    assert shown == ["  cat \n"]
+    processor.encode([Text("  cat \n"), Text(" dog")], tokenization())
+    assert shown == ["  cat \n", " dog"]
 
 
 def test_a_lone_surrogate_is_refused(processor):

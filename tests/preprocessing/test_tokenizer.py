@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from jaxembed.preprocessing import word_cache
 from jaxembed.preprocessing.tokenizer import Tokenizer
 
 WORDS = [
@@ -91,3 +92,38 @@ def test_an_added_token_that_ascii_may_spell_after_the_normalizer_counts(tmp_pat
     assert made._of_ascii is None
     (encoding,) = made.encode(["abc"], special=False)
     assert encoding.ids == [made.file.token_to_id("ábc")]
+
+
+WITHOUT_WORDS = {"a sequence", "replaces"}  # normalizers that do more to ASCII than lowercase it
+
+
+@given(texts=TEXTS)
+def test_short_texts_get_the_ids_of_the_whole_tokenizer(made, texts):
+    for text in [*texts, *texts]:  # the words of the second half are in the cache
+        text = text.encode("utf-8", "ignore").decode()
+        ids = made.short_ids(text)
+        assert ids in (None, made.file.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_ids_of_short_texts_come_from_the_cache_of_words(name, tmp_path, monkeypatch):
+    made = tokenizer_with(NORMALIZERS[name], tmp_path)
+    wanted = made.file.encode("ab Ab !b", add_special_tokens=False).ids
+    first = made.short_ids("ab Ab !b")
+    monkeypatch.setattr(made, "encode", None)
+    if name in WITHOUT_WORDS:
+        assert first is None
+        assert made.short_ids("ab") is None
+    else:
+        assert first == made.short_ids("ab Ab !b") == wanted
+    for text in ("a [CLS]", "zz", "Zz", "cat", "\u00e9", "a" * 513):  # may spell an added token
+        assert made.short_ids(text) is None
+
+
+def test_the_cache_of_words_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(word_cache, "MAX_WORDS", 3)
+    made = tokenizer_with(NORMALIZERS["BERT"], tmp_path)
+    for text in ("a", "b", "ab", "a b ab", "a b ab aa bb", "a" * 40):
+        assert made.short_ids(text) == made.file.encode(text, add_special_tokens=False).ids
+        assert len(made._words._ids) <= max(3, len(text.split()))
+    assert "a" * 40 not in made._words._ids
