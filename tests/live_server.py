@@ -29,8 +29,10 @@ def served(
         assert process.stderr is not None
         url = next(line for line in process.stderr if "listening" in line).split()[-1]
         threading.Thread(target=process.stderr.read, daemon=True).start()
-        yield url, process.pid
-        process.send_signal(signal.SIGTERM)
+        try:
+            yield url, process.pid
+        finally:
+            process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT_S) == 0
 
 

@@ -1,16 +1,23 @@
 """The real server, as a process, under load: nobody hangs, nothing is lost, memory stays flat."""
 
 import asyncio
+import hashlib
 import json
+import os
+import re
+import signal
 from collections import Counter
 from contextlib import contextmanager
 from itertools import islice, product
 from pathlib import Path
+from random import Random
 
 import httpx
+import numpy as np
 import psutil
 import pytest
-from chaos.wire import Http1, Lost, Message
+from chaos.wire import STEADY, Http1, Lost, Message
+from conftest import save_tiny
 from fakes import until
 from live_server import WAIT_S, served
 
@@ -116,3 +123,102 @@ def test_sigterm_while_compiling_is_a_clean_stop(start_server, tmp_path, warmup)
     grid.write_text(json.dumps({"buckets": [[r, n] for r in (1, 2, 4, 8) for n in (16, 32, 64)]}))
     with start_server("--max-batch-tokens", "512", "--warmup", warmup, grid=grid) as server:
         server.stop()
+
+
+NAMES = ("mean", "cls", "moved")  # two models by their pooling, and an alias
+FLEETING = "fleeting"  # a key that comes and goes
+
+
+def key_file(*keys: str) -> str:
+    return "\n".join(
+        f'[[key]]\nname = "{key}"\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"'
+        for key in keys
+    )
+
+
+def asked(name: str, text: str, key: str = STEADY) -> Message:
+    body = json.dumps({"input": text, "model": name}).encode()
+    return Message("/v1/embeddings", body, {"authorization": f"Bearer {key}"})
+
+
+async def clients(port: int, each: int, vectors: dict[tuple[str, str], list]) -> Counter:
+    """32 clients with so many requests each; how often each status came. `vectors` are those of
+    each model and text."""
+    texts, statuses = sorted({text for _, text in vectors}), Counter()
+
+    async def client(number: int) -> None:
+        choose, wire = Random(number), await Http1.open(port)
+        for _ in range(each):
+            name, text = choose.choice(NAMES), choose.choice(texts)
+            key = choose.choices((STEADY, FLEETING), (9, 1))[0]
+            reply = await wire.ask(asked(name, text, key))
+            statuses[reply.status] += 1
+            if reply.status == 200:
+                answer = reply.json()
+                assert name in ("moved", answer["model"])
+                got = np.array(answer["data"][0]["embedding"])
+                assert np.abs(got - vectors[answer["model"], text]).max() < 1e-6
+            else:
+                assert (reply.status, key) == (401, FLEETING)
+        await wire.close()
+
+    await asyncio.gather(*map(client, range(32)))
+    return statuses
+
+
+async def move(wire: Http1, name: str) -> None:
+    """Give the alias to a model."""
+    body, headers = json.dumps({"model": name}).encode(), {"authorization": "Bearer admin"}
+    message = Message("/v2/repository/aliases/moved", body, headers, "PUT")
+    assert (await wire.ask(message)).status == 200
+
+
+async def under_change(port: int, keys: Path, pid: int, vectors: dict) -> tuple[Counter, int]:
+    """What `clients` returns while an alias moves and a key comes and goes; how often it moved."""
+    wire, moves = await Http1.open(port), 1
+    await move(wire, "mean")
+    running = asyncio.create_task(clients(port, 625, vectors))
+    while not running.done():
+        keys.write_text(key_file(STEADY, FLEETING) if moves % 2 else key_file(STEADY))
+        os.kill(pid, signal.SIGHUP)  # reads the file again
+        await move(wire, NAMES[moves % 2])
+        moves += 1
+        await asyncio.sleep(0.1)
+    await wire.close()
+    return await running, moves
+
+
+@pytest.mark.parametrize("front_ends", ["0", "4"])
+def test_names_and_keys_change_under_20000_requests(tmp_path, front_ends):
+    """No answer is another model's, and the counters are what the clients count."""
+    mean, cls = (save_tiny(tmp_path / name, pooling=(name,)) for name in NAMES[:2])
+    keys = tmp_path / "keys.toml"
+    keys.write_text(key_file(STEADY, FLEETING))
+    command = [str(mean), str(cls), "--served-model-name", f"mean={mean}"]
+    command += ["--served-model-name", f"cls={cls}", "--cache-dir", str(tmp_path / "cache")]
+    command += ["--max-batch-tokens", "128", "--dtype", "float32", "--front-ends", front_ends]
+    with served(*command, "--api-key-file", str(keys), "--admin-key", "admin") as (url, pid):
+        server = Server(url, pid)
+        until(lambda: server.get("/ready").status_code == 200)
+        texts = ["cat", "the dog sat", "a red sky", "the cat sat on the mat"]
+
+        async def vectors() -> dict[tuple[str, str], list]:
+            wire = await Http1.open(server.port)
+            found = {}
+            for name, text in product(NAMES[:2], texts):
+                reply = await wire.ask(asked(name, text))
+                found[name, text] = reply.json()["data"][0]["embedding"]
+            await wire.close()
+            return found
+
+        of_models = asyncio.run(vectors())
+        assert all(of_models["mean", text] != of_models["cls", text] for text in texts)
+        statuses, moves = asyncio.run(
+            under_change(server.port, keys, server.process.pid, of_models)
+        )
+        assert statuses.total() == 20_000
+        assert moves > 10
+        shown = server.get("/metrics").text
+        for series in (r'te_request_success\{method="single"[^}]*\}', r"te_embed_success\S*"):
+            counted = re.findall(rf"^{series} (\S+)$", shown, re.MULTILINE)
+            assert sum(map(float, counted)) == statuses[200] + len(of_models)
