@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
+from msgspec import structs
 
 from jaxembed.bulk.row_source import ROWS_A_CALL, RowInputs, RowSource, TextRows, given
 from jaxembed.bulk.sources import arrow
@@ -68,7 +69,7 @@ class EmbedRows:
         return {
             "task": "embed",
             "outputs": list(self.outputs),
-            "options": given(asdict(options), {"outputs"}),
+            "options": given(structs.asdict(options), {"outputs"}),
             "ranges": None if ranges is None else hashlib.sha256(ranges.tobytes()).hexdigest(),
             **self.source.describe(self.embedder),
         }
@@ -96,7 +97,7 @@ class _Scores:
         return {
             "task": self.task,
             "raw_scores": self.raw_scores,
-            "options": given(asdict(ScoreOptions())),
+            "options": given(structs.asdict(ScoreOptions())),
             **self.source.describe(self.embedder),
         }
 

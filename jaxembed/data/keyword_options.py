@@ -1,52 +1,53 @@
-"""Keyword options of methods: signature, help and checks come from one dataclass."""
+"""Keyword options of methods: signature, help and checks come from one Struct."""
 
 import inspect
 from collections.abc import Callable, Collection
-from dataclasses import MISSING, Field, field, fields
 from difflib import get_close_matches
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast, get_args, get_type_hints
+
+import msgspec
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def described(default: Any, description: str) -> Any:
-    """Return a dataclass field with a default, and the description that `help` shows."""
-    return field(default=default, metadata={"description": description})
+def described(description: str) -> msgspec.Meta:
+    """Return an annotation of a field, with the description that `help` shows."""
+    return msgspec.Meta(description=description)
 
 
 class KeywordOptions:
-    """A decorator of methods that take fields of a dataclass as `**options`.
+    """A decorator of methods that take fields of a Struct as `**options`.
 
     The decorated method lists the options in its signature and its docstring. For an unknown option
     it raises TypeError, whose message has the names of all options and the most similar name.
     """
 
     def __init__(self, kind: type, names: Collection[str]):
-        """`names` are fields of the dataclass `kind`, each with a default and a description."""
-        by_name: dict[str, Field] = {option.name: option for option in fields(kind)}
+        """`names` are fields of the Struct `kind`, each with a default and a description."""
+        hints = get_type_hints(kind, include_extras=True)
+        by_name = {field.name: field.default for field in msgspec.structs.fields(kind)}
         self.names = frozenset(names)
-        self._fields = [by_name[name] for name in names]
-        without_default = [option.name for option in self._fields if option.default is MISSING]
-        assert not without_default, f"{without_default} have no default"
+        self._options: list[inspect.Parameter] = []
+        self._descriptions: list[str] = []
+        for name in names:
+            assert by_name[name] is not msgspec.NODEFAULT, f"`{name}` has no default"
+            annotation, meta = get_args(hints[name])
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            self._options.append(
+                inspect.Parameter(name, keyword, default=by_name[name], annotation=annotation)
+            )
+            self._descriptions.append(f"    {name}: {meta.description}")
 
     def __call__(self, method: Callable[_P, _R]) -> Callable[_P, _R]:
         """Return a wrapper of the method, which may be a coroutine function. The wrapper has the
         options in its signature and docstring, and checks the names of keyword arguments."""
         signature = inspect.signature(method)
         own_parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        options = [
-            inspect.Parameter(
-                option.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=option.default,
-                annotation=option.type,
-            )
-            for option in self._fields
-        ]
-        allowed = {p.name for p in (*own_parameters, *options)}
-        keywords = [p.name for p in (*own_parameters, *options) if p.kind is p.KEYWORD_ONLY]
+        parameters = [*own_parameters, *self._options]
+        allowed = {p.name for p in parameters}
+        keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
 
         def check(kwargs: dict[str, Any]) -> None:
             unknown = next((name for name in kwargs if name not in allowed), None)
@@ -69,8 +70,7 @@ class KeywordOptions:
             return await cast(Any, method(*args, **kwargs))
 
         decorated: Any = call_async if inspect.iscoroutinefunction(method) else call
-        decorated.__signature__ = signature.replace(parameters=[*own_parameters, *options])
-        lines = [f"    {option.name}: {option.metadata['description']}" for option in self._fields]
+        decorated.__signature__ = signature.replace(parameters=parameters)
         summary = f"{inspect.cleandoc(method.__doc__ or '')}\n\nOptions:"
-        decorated.__doc__ = "\n".join([summary, *lines])
+        decorated.__doc__ = "\n".join([summary, *self._descriptions])
         return decorated

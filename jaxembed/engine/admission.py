@@ -8,8 +8,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 from jaxembed.config import EngineConfig
 from jaxembed.engine.quota import Account
@@ -39,7 +38,7 @@ class Cost(NamedTuple):
 
 
 class Reservation:
-    """The memory reservation of one request, in bytes, until `close`.
+    """The memory reservation of one request, in bytes, until `close` or the end of its context.
 
     It covers the body of the request, its texts and tokens, and its answer until that is sent.
     `entered` is true once a model has admitted a part of the request. `account` counts the usage of
@@ -96,6 +95,12 @@ class Reservation:
             self._capacity.bytes -= self.bytes
             self.bytes = 0
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 class Capacity:
     """The limits of one process, and how much of each limit is in use.
@@ -123,9 +128,9 @@ class Capacity:
         self.lock = threading.RLock()
         self.sums_shares = not max_tokens  # whether `max_tokens` is the sum of the models' shares
 
-    def request(self) -> AbstractContextManager[Reservation]:
-        """Return the reservation of a new request, as a context manager that closes it."""
-        return closing(Reservation(self))
+    def request(self) -> Reservation:
+        """Return the reservation of a new request."""
+        return Reservation(self)
 
     @property
     def retry_after_s(self) -> int:

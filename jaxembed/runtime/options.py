@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -23,46 +24,60 @@ TRUNCATION_SIDE = 'Side of an input at which tokens are removed, "left" or "righ
 PRIORITY = '"interactive" or "bulk" (default: "interactive" if the request is small).'
 
 
-@dataclass(frozen=True)
-class EncodeOptions:
+class EncodeOptions(msgspec.Struct, frozen=True):
     """The options of one request for embeddings. An option of None means the default of the server
     or of the checkpoint."""
 
-    outputs: frozenset[OutputName] = described(frozenset({"dense"}), "Outputs of the model.")
-    prompt: str | None = described(
-        None, "Text to put in front of every text (default: the checkpoint's default prompt)."
+    outputs: Annotated[frozenset[OutputName], described("Outputs of the model.")] = frozenset(
+        {"dense"}
     )
-    prompt_name: str | None = described(None, "Name of a prompt of the checkpoint to put there.")
-    route: str | None = described(
-        None, "Route of a model with several (default: that of the prompt, or the model's default)."
-    )
-    truncate: bool | None = described(None, TRUNCATE)
-    truncation_side: Side = described("right", TRUNCATION_SIDE)
-    dimensions: int | None = described(
-        None, "Number of dimensions to truncate the vectors to (default: all)."
-    )
-    max_active_dims: int | None = described(
-        None, "Number of largest weights to keep of a sparse embedding (default: the model's own)."
-    )
-    normalize: bool | None = described(
-        None, "Whether to scale the vectors to length 1 (default: as the checkpoint says)."
-    )
-    output_dtype: EmbeddingDtype = described(
-        "float", 'Data type of the vectors; "int8" and "uint8" need calibration ranges.'
-    )
-    adapter: str | None = described(
-        None, "Name of a low-rank adapter (default: that of the prompt's name, or none)."
-    )
-    priority: Priority | None = described(None, PRIORITY)
-    bare_ids: bool = described(True, "Whether token ids may lack the special tokens.")
-    role: Role | None = described(
-        None,
-        'Whether the texts are a "query" or a "document" (default: as the prompt\'s name says).',
-    )
+    prompt: Annotated[
+        str | None,
+        described("Text to put in front of every text (default: the checkpoint's default prompt)."),
+    ] = None
+    prompt_name: Annotated[
+        str | None, described("Name of a prompt of the checkpoint to put there.")
+    ] = None
+    route: Annotated[
+        str | None,
+        described(
+            "Route of a model with several (default: that of the prompt, or the model's default)."
+        ),
+    ] = None
+    truncate: Annotated[bool | None, described(TRUNCATE)] = None
+    truncation_side: Annotated[Side, described(TRUNCATION_SIDE)] = "right"
+    dimensions: Annotated[
+        int | None, described("Number of dimensions to truncate the vectors to (default: all).")
+    ] = None
+    max_active_dims: Annotated[
+        int | None,
+        described(
+            "Number of largest weights to keep of a sparse embedding (default: the model's own)."
+        ),
+    ] = None
+    normalize: Annotated[
+        bool | None,
+        described("Whether to scale the vectors to length 1 (default: as the checkpoint says)."),
+    ] = None
+    output_dtype: Annotated[
+        EmbeddingDtype,
+        described('Data type of the vectors; "int8" and "uint8" need calibration ranges.'),
+    ] = "float"
+    adapter: Annotated[
+        str | None,
+        described("Name of a low-rank adapter (default: that of the prompt's name, or none)."),
+    ] = None
+    priority: Annotated[Priority | None, described(PRIORITY)] = None
+    bare_ids: Annotated[bool, described("Whether token ids may lack the special tokens.")] = True
+    role: Annotated[
+        Role | None,
+        described(
+            'Whether the texts are a "query" or a "document" (default: as the prompt\'s name says).'
+        ),
+    ] = None
 
 
-@dataclass(frozen=True)
-class RequestedOptions:
+class RequestedOptions(msgspec.Struct, frozen=True):
     """What a request for embeddings asks for. `Tasks.intent` resolves it for a model.
 
     `purposes` say what the texts are for: pairs of a request field and its value, such as
@@ -85,30 +100,35 @@ class RequestedOptions:
     dimensions_field: str = "dimensions"
 
 
-@dataclass(frozen=True)
-class ScoreOptions:
+class ScoreOptions(msgspec.Struct, frozen=True):
     """The options of one request for scores or a ranking. `weights` are only for embedding models,
     `instruction` and `max_document_tokens` only for models that score pairs."""
 
-    truncate: bool | None = described(None, TRUNCATE)
-    truncation_side: Side = described("right", TRUNCATION_SIDE)
-    instruction: str | None = described(
-        None, "Instruction for a model with a template (default: the model's own)."
-    )
-    max_document_tokens: int | None = described(
-        None, "Maximum tokens of the second text of a pair, which is truncated to it."
-    )
-    max_chunks: int = described(
-        1, "Maximum windows that a document over the limit is divided into; the best one counts."
-    )
-    overlap_tokens: int | None = described(
-        None, "Tokens that neighbouring windows share (default: chosen from their length)."
-    )
-    weights: tuple[float, ...] | None = described(
-        None, "Weights of the dense, sparse and multi-vector scores (default: all the same)."
-    )
-    adapter: str | None = described(None, "Name of a low-rank adapter (default: none).")
-    priority: Priority | None = described(None, PRIORITY)
+    truncate: Annotated[bool | None, described(TRUNCATE)] = None
+    truncation_side: Annotated[Side, described(TRUNCATION_SIDE)] = "right"
+    instruction: Annotated[
+        str | None, described("Instruction for a model with a template (default: the model's own).")
+    ] = None
+    max_document_tokens: Annotated[
+        int | None,
+        described("Maximum tokens of the second text of a pair, which is truncated to it."),
+    ] = None
+    max_chunks: Annotated[
+        int,
+        described(
+            "Maximum windows that a document over the limit is divided into; the best one counts."
+        ),
+    ] = 1
+    overlap_tokens: Annotated[
+        int | None,
+        described("Tokens that neighbouring windows share (default: chosen from their length)."),
+    ] = None
+    weights: Annotated[
+        tuple[float, ...] | None,
+        described("Weights of the dense, sparse and multi-vector scores (default: all the same)."),
+    ] = None
+    adapter: Annotated[str | None, described("Name of a low-rank adapter (default: none).")] = None
+    priority: Annotated[Priority | None, described(PRIORITY)] = None
 
 
 class RequestStats(msgspec.Struct, frozen=True, eq=False, kw_only=True):
@@ -120,6 +140,11 @@ class RequestStats(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     queue_s: float  # seconds in the queue, mean over the inputs
     inference_s: float  # seconds of computation, mean over the inputs
     cached: int = 0  # inputs that were answered from the engine's cache
+
+    @property
+    def total_tokens(self) -> int:
+        """The number of tokens of all inputs together."""
+        return sum(self.num_tokens.tolist())  # ndarray.sum takes longer for a few inputs
 
 
 class Embeddings(RequestStats, frozen=True, eq=False):

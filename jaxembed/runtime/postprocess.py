@@ -1,7 +1,7 @@
 """Compares, scores, ranks and encodes the outputs of models on the host: dense vectors, logits,
 sparse embeddings and multi-vector embeddings."""
 
-import base64
+from binascii import b2a_base64
 from collections.abc import Collection
 from typing import Literal
 
@@ -50,7 +50,7 @@ def rank(logits: Float[np.ndarray, " n"], ties: Ties = "first") -> Int[np.ndarra
 
 def to_bytes(vectors: Shaped[np.ndarray, "..."]) -> bytes:
     """Return the bytes of the vectors, row after row, in their dtype and little-endian."""
-    return np.ascontiguousarray(vectors, dtype=vectors.dtype.newbyteorder("<")).tobytes()
+    return vectors.tobytes()  # all platforms of JAX are little-endian
 
 
 def to_base64(vectors: Shaped[np.ndarray, "..."]) -> str:
@@ -58,7 +58,7 @@ def to_base64(vectors: Shaped[np.ndarray, "..."]) -> str:
 
     OpenAI's clients decode float32 vectors in this form, and Voyage's clients decode any dtype.
     """
-    return base64.b64encode(to_bytes(vectors)).decode("ascii")
+    return b2a_base64(to_bytes(vectors), newline=False).decode("ascii")
 
 
 def term_weights(

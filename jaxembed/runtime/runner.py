@@ -403,7 +403,7 @@ class Dispatcher:
                 await permit.reservation.make_room(count)
                 permit.reservation.charge(count)
             if isinstance(answer, Embeddings | Scores):
-                permit.charge_answer(int(answer.num_tokens.sum()))
+                permit.charge_answer(answer.total_tokens)
             return answer
 
     async def _answer_parts(

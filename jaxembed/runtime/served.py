@@ -6,7 +6,7 @@ A front-end process has such models too, so this module does not import JAX.
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -32,6 +32,11 @@ class ServedRoute:
     runner: RequestRunner
     device_name: str
     dtype: str
+
+    @cached_property
+    def compute_type(self) -> str:
+        """Device and dtype in the form of TEI's header, such as `cpu+bfloat16`."""
+        return f"{self.device_name.lower().replace(' ', '-')}+{self.dtype}"
 
     @property
     def takes_texts(self) -> bool:

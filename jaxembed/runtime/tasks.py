@@ -1,15 +1,16 @@
 """Checks what requests ask of a model, and makes the requests for its tasks."""
 
+import dataclasses
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import lru_cache
 from math import inf
 from typing import Literal, get_args
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from jaxembed.checkpoints.ranges import StoredRanges, VectorKind
 from jaxembed.config import TextConfig
@@ -144,10 +145,12 @@ class Tasks:
             raise InvalidInput(
                 f"{self._name} takes images as documents, and texts only as queries; send images"
             )
-        plain = replace(plain, items=[inputs[k] for k in texts_at])
+        plain = dataclasses.replace(plain, items=[inputs[k] for k in texts_at])
         if not images_at:
             return plain
-        of_images = replace(plain, items=[inputs[k] for k in images_at], route=IMAGE_ROUTE)
+        of_images = dataclasses.replace(
+            plain, items=[inputs[k] for k in images_at], route=IMAGE_ROUTE
+        )
         if not texts_at:
             return of_images
         return MixedRequest(
@@ -375,7 +378,7 @@ class Tasks:
         windows = MAX_READ_CHARACTERS if intent.tokenization.truncate else 1
         return LateRequest(
             texts,
-            msgspec.structs.replace(intent.tokenization, max_windows=windows),
+            replace(intent.tokenization, max_windows=windows),
             intent.outputs,
             options.priority,
             options,
@@ -569,7 +572,7 @@ class Tasks:
         if self._takes_images:
             _check_texts(inputs)
         plain = self.embed((), document_options)  # only to resolve the options
-        tokenization = msgspec.structs.replace(
+        tokenization = replace(
             plain.tokenization,
             max_windows=options.max_chunks,
             overlap=options.overlap_tokens,

@@ -2,11 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Awaitable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 from jaxembed.data.outputs import OutputName
 from jaxembed.data.spec import Task
@@ -23,10 +25,10 @@ if TYPE_CHECKING:
     from jaxembed.server.registry.models import LoadedInstance
 
 Method = Literal["single", "batch"]
+Stage = Literal["decode", "encode"]
 
 
-@dataclass(frozen=True)
-class RequestSize:
+class RequestSize(msgspec.Struct, frozen=True):
     """The size of a request's inputs, for its metrics, headers and error messages."""
 
     method: Method
@@ -90,18 +92,16 @@ class Meter(AbstractContextManager["Meter"]):
         first = models.startup_models[0].instance if models.startup_models else None
         return models.telemetry if first is None else first.loaded.telemetry
 
-    @contextmanager
-    def time(self, stage: Literal["decode", "encode"]) -> Iterator[None]:
-        """Measure the duration of a stage. The metrics receive it when the request ends, because
-        the model may be unknown until then."""
-        started_at = time.monotonic()
-        try:
-            yield
-        finally:
-            ended_at = time.monotonic()
-            self._stages.append((stage, ended_at - started_at))
-            if self.trace is not None:
-                self.trace.note(stage, started_at, ended_at)
+    def time(self, stage: Stage) -> "_StageTime":
+        """Return a context that measures the duration of a stage. The metrics receive it when the
+        request ends, because the model may be unknown until then."""
+        return _StageTime(self, stage)
+
+    def note(self, stage: Stage, started_at: float, ended_at: float) -> None:
+        """Record the duration of a stage."""
+        self._stages.append((stage, ended_at - started_at))
+        if self.trace is not None:
+            self.trace.note(stage, started_at, ended_at)
 
     async def find(
         self, name: str | None, task: Task | None, outputs: Collection[OutputName] = ()
@@ -148,11 +148,10 @@ class Meter(AbstractContextManager["Meter"]):
         telemetry.request_queue.observe(answer.queue_s)
         telemetry.request_inference.observe(answer.inference_s)
         route, total_ms = self.loaded.routes[self.route], f"{int(1000 * total_s)}"
-        tokens = int(answer.num_tokens.sum())
+        tokens = answer.total_tokens
         response.headers.update(
             {
-                # in the form of TEI's header: `cpu+bfloat16`
-                "x-compute-type": f"{route.device_name.lower().replace(' ', '-')}+{route.dtype}",
+                "x-compute-type": route.compute_type,
                 "x-compute-time": total_ms,
                 "x-total-time": total_ms,
                 "x-tokenization-time": f"{int(1000 * answer.tokenization_s)}",
@@ -171,6 +170,20 @@ class Meter(AbstractContextManager["Meter"]):
         if isinstance(answer, Similarities):
             response.headers["x-score-source"] = "embeddings"
         return response
+
+
+class _StageTime:
+    """A context that is a stage of a request."""
+
+    def __init__(self, meter: Meter, name: Stage):
+        self._meter = meter
+        self._name: Stage = name
+
+    def __enter__(self) -> None:
+        self._started_at = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._meter.note(self._name, self._started_at, time.monotonic())
 
 
 def current_meter() -> Meter:

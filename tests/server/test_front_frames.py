@@ -106,7 +106,7 @@ def test_results_arrive_unchanged():
         "sparse": SparseRows(9, rows, weights),
         "tokens": Ragged(np.ones((7, 3), np.float32), np.array([0, 5, 7])),
     }
-    answer = frames.Answered(1, b"", b"", 0, frames.encoded_result(result), None, [])
+    answer = frames.Answered(1, [], [], 0, frames.encoded_result(result), None, [])
     values = sent(answer, frames.FromEngine).values
     got = frames.decoded_result(values, work, {"dense": 2, "sparse": 9, "tokens": 3})
     np.testing.assert_array_equal(got["dense"], result["dense"])

@@ -7,6 +7,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
 from hypercorn.events import Closed, RawData, Updated
@@ -38,11 +39,11 @@ class Connected:
     def __init__(self, app):
         config = Config()
         config.h11_max_incomplete_size = LIMIT
-        self.sent, self.is_closed, self.tasks, self.queues = b"", False, [], []
-        tasks = SimpleNamespace(spawn_app=self._spawn)
+        self.sent, self.is_closed, self.tasks = b"", False, []
+        tasks = SimpleNamespace(spawn=self._spawn)
         context = WorkerContext(None)
         self.protocol = Http1(
-            app, config, context, tasks, {}, False, ("x", 1), ("y", 2), self._send
+            ASGIWrapper(app), config, context, tasks, {}, False, ("x", 1), ("y", 2), self._send
         )
 
     async def _send(self, event) -> None:
@@ -51,18 +52,8 @@ class Connected:
         self.is_closed |= isinstance(event, Closed)
         assert isinstance(event, RawData | Closed | Updated)
 
-    async def _spawn(self, app, _, scope, send):
-        queue = asyncio.Queue(2)
-
-        async def run() -> None:
-            try:
-                await app(scope, queue.get, send)
-            finally:
-                await send(None)
-
-        self.tasks.append(asyncio.create_task(run()))
-        self.queues.append(queue)
-        return queue.put
+    def _spawn(self, call, *arguments):
+        self.tasks.append(asyncio.create_task(call(*arguments)))
 
     async def ask(self, *pieces: bytes) -> bytes:
         """Send these bytes, and return all that was sent back."""

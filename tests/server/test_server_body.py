@@ -182,17 +182,18 @@ async def test_the_bytes_of_a_request_are_held_until_its_answer_is_sent(app):
 
 
 async def test_memory_for_a_body_is_reserved_piece_by_piece_as_it_is_read():
-    pieces = [PIECE, b"", b"x"]
+    pieces, held = [PIECE, b"", b"x"], []
 
     async def receive():
+        held.append(reservation.bytes)
         piece = pieces.pop(0)
         return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
 
     with Capacity(1).request() as reservation:
-        body, held = Body(receive, reservation, lambda: None), []
-        async for part in body:
-            held.append((len(part), reservation.bytes // COPIES, len(pieces)))
-    assert held == [(len(PIECE), len(PIECE), 2), (1, len(PIECE) + 1, 0)]
+        body = Body(receive, reservation, lambda: None)
+        assert await body.read(2 * len(PIECE)) == PIECE + b"x"
+        assert reservation.bytes == COPIES * (len(PIECE) + 1)
+    assert held == [0, COPIES * len(PIECE), COPIES * len(PIECE)]
 
 
 async def test_a_client_that_leaves_ends_its_request(app):

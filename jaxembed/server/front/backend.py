@@ -15,8 +15,6 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-import numpy as np
-
 from jaxembed import __version__
 from jaxembed.data.spec import TEXT_ROUTE
 from jaxembed.engine.admission import (
@@ -431,12 +429,12 @@ class Backend:
         try:
             if isinstance(future, WorkFuture):
                 values = future.result(timeout_s=0.0)
-                times = future.queue_s.tobytes(), future.inference_s.tobytes()
+                times = future.queue_s.tolist(), future.inference_s.tolist()
                 cached = future.cached_inputs
             else:
                 values, cached = future.result(), 0
-                seconds = np.full(running.inputs, time.monotonic() - running.started_at)
-                times = np.zeros(running.inputs).tobytes(), seconds.tobytes()
+                seconds = time.monotonic() - running.started_at
+                times = [0.0] * running.inputs, [seconds] * running.inputs
         except Exception as error:
             self._fail(running.request, running.call, running.permit, error)
             return

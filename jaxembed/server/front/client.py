@@ -1,7 +1,6 @@
 """The engine as a front-end process sees it: admits requests, computes their work, lends memory."""
 
 import asyncio
-from contextlib import AbstractContextManager, closing
 from functools import partial
 from itertools import count
 from typing import Any
@@ -90,8 +89,8 @@ class LentCapacity(Capacity):
         self.free = 0  # lent bytes that no request holds
         self._block = max(min(BLOCK, max_bytes // 256), 1)
 
-    def request(self) -> AbstractContextManager[Reservation]:
-        return closing(LentReservation(self))
+    def request(self) -> "LentReservation":
+        return LentReservation(self)
 
     async def borrow(self, reservation: "LentReservation", count: int) -> None:
         """Borrow `count` bytes for a request, and some more. Raises Overloaded if the engine's

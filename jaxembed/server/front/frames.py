@@ -335,13 +335,13 @@ class Refused(Frame, tag=37):
 
 
 class Answered(Frame, tag=38):
-    """The answer to a Submit. Times are float64 for each sequence, in seconds. An output has the
+    """The answer to a Submit. Times are those of each sequence, in seconds. An output has the
     bytes of its array, or of the lengths, columns and values of its sparse rows. `runs` are the
     batches of a traced request: begin, end and the context of the batch's span."""
 
     call: int
-    queue_s: bytes
-    inference_s: bytes
+    queue_s: list[float]
+    inference_s: list[float]
     cached: int
     values: dict[str, list[bytearray]]
     queued_at: float | None
@@ -446,8 +446,10 @@ FromEngine = (
 
 def fields_of(work: Work) -> dict[str, Any]:
     """Return the fields of a Submit that hold some work."""
-    is_whole = not work.has_spans and not np.count_nonzero(work.bounds[:, 1] != work.lengths)
-    is_whole = is_whole and not np.count_nonzero(work.bounds[:, 0])
+    whole = np.zeros((len(work), 2), np.int32)
+    whole[:, 1] = work.lengths
+    bounds = work.bounds.tobytes()
+    is_whole = bounds == whole.tobytes()
     augmented = work.augmentation_tokens
     return {
         "outputs": tuple(work.outputs),
@@ -455,7 +457,7 @@ def fields_of(work: Work) -> dict[str, Any]:
         "lengths": work.lengths.tobytes(),
         "planes": {name: plane.tobytes() for name, plane in work.planes.items()},
         "slots": b"" if is_whole else work.slots.tobytes(),
-        "bounds": b"" if is_whole else work.bounds.tobytes(),
+        "bounds": b"" if is_whole else bounds,
         "augmentation_tokens": b"" if augmented is None else augmented.tobytes(),
     }
 

@@ -189,6 +189,8 @@ class FrontEnd:
         if self._app is not None:
             self._app.heard_at = time.monotonic()
         match frame:
+            case frames.Answered():  # most frames
+                self._client.finish(frame)
             case frames.Wanted() | frames.Head() | frames.Part() | frames.Ended():
                 if self._app is not None:
                     self._app.forwarder.take(frame)

@@ -5,8 +5,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-
 from jaxembed.checkpoints import checkpoint
 from jaxembed.checkpoints.ranges import load_ranges
 from jaxembed.config import TextConfig
@@ -53,8 +51,7 @@ class RemoteRunner(TokenizingRunner):
         if trace is not None:
             trace.add(answer.queued_at, answer.runs)
         values = frames.decoded_result(answer.values, work, self.spec.widths)
-        seconds = (np.frombuffer(column) for column in (answer.queue_s, answer.inference_s))
-        return Computed(values, *(column.tolist() for column in seconds), cached=answer.cached)
+        return Computed(values, answer.queue_s, answer.inference_s, answer.cached)
 
 
 class RemoteModel(ServedModel[ServedRoute]):

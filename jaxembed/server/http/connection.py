@@ -42,11 +42,12 @@ from h2.events import Event as H2Event
 from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes
 from hypercorn.asyncio.tcp_server import MAX_RECV, TCPServer
-from hypercorn.events import Closed, Event, RawData
+from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.protocol.h2 import H2Protocol
 
 from jaxembed.memory import KIB, MIB
 from jaxembed.server.http.http1 import TARGET, Http1
+from jaxembed.server.http.time_limit import in_time
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +176,12 @@ class Connection(TCPServer):
     async def protocol_send(self, event: Event) -> None:
         """Send the bytes of an event, and wait until the transport has room for more. If the client
         is gone or does not read for SEND_S seconds, the connection is aborted."""
+        if isinstance(event, Updated):
+            if event.idle:
+                await self.idle.restart(self._task_group, self._idle_timeout)
+            else:
+                await self.idle.stop()
+            return
         if not isinstance(event, RawData):
             await super().protocol_send(event)
             return
@@ -182,11 +189,8 @@ class Connection(TCPServer):
         try:
             if event.data:
                 self.writer.write(event.data)
-            if transport.get_write_buffer_size() <= transport.get_write_buffer_limits()[1]:
-                await self.writer.drain()  # at once; raises ConnectionError if the client is gone
-                return
-            async with asyncio.timeout(SEND_S):
-                await self.writer.drain()
+            if transport.get_write_buffer_size() or transport.is_closing():
+                await in_time(self.writer.drain(), SEND_S)  # ConnectionError: the client is gone
         except (TimeoutError, ConnectionError, RuntimeError):
             self.abort()
 
@@ -198,8 +202,7 @@ class Connection(TCPServer):
         """Close the connection, or abort it if the client does not read the last bytes in
         CLOSE_TIMEOUT_S seconds."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await super()._close()
+            await in_time(super()._close(), CLOSE_TIMEOUT_S)
         # a client that does not read would keep the connection open forever
         self.writer.transport.abort()
 
@@ -272,8 +275,8 @@ class IdleTimer:
             return
         loop = asyncio.get_running_loop()
         self._expires_at = loop.time() + self._seconds
-        self._action = partial(tasks.spawn, action)
         if self._timer is None:
+            self._action = partial(tasks.spawn, action)
             self._timer = loop.call_at(self._expires_at, self._expire, loop)
 
     def _expire(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -3,23 +3,25 @@ for both. Handlers use these classes and not Quart's, whose steps around a handl
 processor time of a short request."""
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, cast
 from urllib.parse import unquote
 
+from werkzeug.exceptions import RequestEntityTooLarge
+
 from jaxembed.engine.admission import Reservation
 from jaxembed.errors import InvalidInput, Overloaded
 from jaxembed.memory import KIB, MIB
 from jaxembed.observability.tracing import Trace, Tracer, as_current, current_trace
 from jaxembed.server.http.connection import SEND_S, abort_connection
+from jaxembed.server.http.time_limit import in_time
 
 COPIES = 3  # bytes of memory per byte of a body, for its raw and its decoded form
 MAX_DISCARDED = 256 * MIB  # bytes of a discarded body that are still read
-WATCH_S = 0.02  # seconds from the end of the body until it is noticed that a client disconnects
+WATCH_S = 0.01  # seconds; see `Watches`
 # Bytes of a response that need no reserved memory, so that a full server can send errors, and with
 # HTTP/1 no time limit but that of `Connection`.
 SMALL_ANSWER = 8 * KIB
@@ -82,15 +84,21 @@ class Body:
         self._receive = receive
         self._on_received = on_received
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        """Yield the body in pieces as they arrive. Raises Overloaded or RequestTooLarge if no
-        memory can be reserved."""
+    async def read(self, limit: int) -> bytes | bytearray:
+        """Return the whole body. Raises RequestEntityTooLarge if it has more than `limit` bytes,
+        and Overloaded or RequestTooLarge if no memory can be reserved."""
+        body: bytes | bytearray = b""
         while not self.is_received:
             piece = await self._take()
             await self.reservation.make_room(COPIES * len(piece))
             self.reservation.charge(COPIES * len(piece))
-            if piece:
-                yield piece
+            if len(body) + len(piece) > limit:
+                raise RequestEntityTooLarge
+            if self.is_received and not body:
+                return piece
+            body = body or bytearray()  # a bytearray grows in place
+            body += piece
+        return body
 
     async def _take(self) -> bytes:
         """Return the next piece, which may be empty. Raises CancelledError if the client has
@@ -109,8 +117,7 @@ class Body:
         or the client sends nothing for `pause_s` seconds."""
         with suppress(TimeoutError):
             while not self.is_received and self._dropped <= MAX_DISCARDED:
-                async with asyncio.timeout(pause_s):
-                    self._dropped += len(await self._take())
+                self._dropped += len(await in_time(self._take(), pause_s))
 
     async def watch(self) -> None:
         """Drop the rest of the body, and return when the client disconnects. Until the request is
@@ -126,34 +133,35 @@ class Body:
 
 
 class Watches:
-    """The requests whose clients are watched WATCH_S seconds after their bodies have arrived. They
-    share a timer of the event loop, because most are answered before."""
+    """The requests whose clients are watched if they are not answered soon after their bodies have
+    arrived. They share a timer of the event loop, because most are answered before."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[float, Exchange]] = deque()
+        self._is_running = False
+        self._new: list[Exchange] = []  # added since the timer last expired
+        self._old: list[Exchange] = []  # added before
 
     def add(self, exchange: "Exchange") -> None:
-        """Have a request watched in WATCH_S seconds."""
-        loop = asyncio.get_running_loop()
-        due_at = loop.time() + WATCH_S
-        if not self._waiting:
-            loop.call_at(due_at, self._watch_due, loop)
-        self._waiting.append((due_at, exchange))
+        """Have a request watched in WATCH_S to twice WATCH_S seconds."""
+        self._new.append(exchange)
+        if not self._is_running:
+            self._is_running = True
+            asyncio.get_running_loop().call_later(WATCH_S, self._expire)
 
-    def _watch_due(self, loop: asyncio.AbstractEventLoop) -> None:
-        now = loop.time()
-        while self._waiting and self._waiting[0][0] <= now:
-            _, exchange = self._waiting.popleft()
+    def _expire(self) -> None:
+        due, self._old, self._new = self._old, self._new, []
+        for exchange in due:
             exchange.watch_late()
-        if self._waiting:
-            loop.call_at(self._waiting[0][0], self._watch_due, loop)
+        self._is_running = bool(self._old)
+        if self._is_running:
+            asyncio.get_running_loop().call_later(WATCH_S, self._expire)
 
 
 class Exchange:
     """One request, its response and the memory reserved for both.
 
     Hypercorn starts a task for it, which handles the request. If the client disconnects, the task
-    is cancelled. A second task looks for that. It starts WATCH_S after the whole body has arrived,
+    is cancelled. A second task looks for that. It starts when the body has arrived for some time,
     because starting a task takes time that a short request need not spend, or with the response if
     that is ready before.
     """
@@ -215,7 +223,7 @@ class Exchange:
                 self._stop_watching()
 
     def _watch_soon(self) -> None:
-        """Watch for the end of the client in WATCH_S seconds."""
+        """Watch for the end of the client, unless the request is answered soon."""
         if self._watching is None:
             self.app.watches.add(self)
 
@@ -275,8 +283,7 @@ class Exchange:
             await self._send(send, response)
             return
         try:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await self._send(partial(send_in_time, send), response)
+            await in_time(self._send(partial(send_in_time, send), response), SEND_TIMEOUT_S)
         except TimeoutError:
             abort_connection()
 
@@ -316,5 +323,4 @@ class Exchange:
 async def send_in_time(send: Send, message: Any) -> None:
     """Send a message of ASGI. Raises TimeoutError if the client does not take it in SEND_S
     seconds."""
-    async with asyncio.timeout(SEND_S):
-        await send(message)
+    await in_time(cast(Coroutine, send(message)), SEND_S)

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from urllib.parse import unquote
 from wsgiref.handlers import format_date_time
@@ -37,6 +37,7 @@ REASONS = {
 }
 
 Headers = list[tuple[bytes, bytes]]
+KNOWN = {b"connection", b"content-length", b"expect", b"host", b"transfer-encoding"}
 
 
 @dataclass(eq=False)
@@ -47,7 +48,8 @@ class Request:
     target: bytes
     version: str
     headers: Headers  # names in lower case
-    put: Callable[[Any], Awaitable[None]] = field(init=False)  # sends ASGI's messages to the app
+    known: dict[bytes, list[bytes]]  # the values of the headers in KNOWN, in lower case
+    messages: "Messages" = field(init=False)  # what the app gets
     is_received: bool = False  # whether the whole body has arrived
     is_over: bool = False  # whether the response is complete or the connection is closed
     head: bytes = b""  # of the response, until it is sent
@@ -56,8 +58,52 @@ class Request:
     keeps_alive: bool = True  # whether the connection may be used again
 
     def values(self, name: bytes) -> list[bytes]:
-        """Return the values of a header, in lower case. `name` is in lower case too."""
-        return [value.lower() for key, value in self.headers if key == name]
+        """Return the values of a header in KNOWN, in lower case."""
+        return self.known.get(name, [])
+
+
+class Messages:
+    """The messages of ASGI for the app that handles a request, in order."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Any] = deque()
+        self._waiters: list[asyncio.Future[None]] = []
+        self._has_ended = False
+
+    def end(self) -> None:
+        """Add the last message."""
+        self._has_ended = True
+        self.put({"type": "http.disconnect"})
+
+    def put(self, message: Any) -> None:
+        """Add a message."""
+        self._waiting.append(message)
+        self._wake()
+
+    async def get(self) -> Any:
+        """Return the next message, and wait for it if needed."""
+        while not self._waiting:
+            await self._change()
+        message = self._waiting.popleft()
+        self._wake()
+        return message
+
+    async def room(self, limit: int) -> None:
+        """Wait until fewer than `limit` messages wait, or the last one was added."""
+        while len(self._waiting) >= limit and not self._has_ended:
+            await self._change()
+
+    async def _change(self) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await waiter
+
+    def _wake(self) -> None:
+        if self._waiters:
+            waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                if not waiter.done():  # it may be cancelled
+                    waiter.set_result(None)
 
 
 class Http1:
@@ -97,7 +143,7 @@ class Http1:
         # What the parser has found: requests, pieces of bodies, and for the end of a body whether
         # the connection may be used again.
         self._found: deque[Request | bytes | bool] = deque()
-        self._target, self._headers = b"", []
+        self._target, self._headers, self._known = b"", [], {}
         self._left = 0  # bytes of the body that are still to come, if its length is declared
         self._parser = self._new_parser()
 
@@ -174,18 +220,21 @@ class Http1:
     # The next methods are called by the parser.
 
     def on_message_begin(self) -> None:
-        self._target, self._headers = b"", []
+        self._target, self._headers, self._known = b"", [], {}
 
     def on_url(self, url: bytes) -> None:
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value.strip(b" \t")))
+        name, value = name.lower(), value.strip(b" \t")
+        self._headers.append((name, value))
+        if name in KNOWN:
+            self._known.setdefault(name, []).append(value.lower())
 
     def on_headers_complete(self) -> None:
         method, version = self._parser.get_method(), self._parser.get_http_version()
-        request = Request(method, self._target, version, self._headers)
-        self._headers = []  # of trailers, which are ignored
+        request = Request(method, self._target, version, self._headers, self._known)
+        self._headers, self._known = [], {}  # of trailers, which are ignored
         lengths = [] if request.values(b"transfer-encoding") else request.values(b"content-length")
         self._left = next((int(length) for length in lengths if length.isdigit()), 0)
         self._found.append(request)
@@ -219,7 +268,8 @@ class Http1:
                     request.is_received = True
                     request.keeps_alive &= found
                 more = not request.is_received
-                await request.put({"type": "http.request", "body": body, "more_body": more})
+                await request.messages.room(self._config.max_app_queue_size)
+                request.messages.put({"type": "http.request", "body": body, "more_body": more})
 
     async def _begin(self, request: Request) -> None:
         """Let the app handle a request."""
@@ -242,16 +292,24 @@ class Http1:
             "state": self._state.copy(),
             "extensions": {},
         }
-
-        async def send(message: Any) -> None:
-            await self._respond(request, message)
-
-        request.put = await self._tasks.spawn_app(self._app, self._config, scope, send)
+        request.messages = Messages()
+        self._tasks.spawn(self._run, request, scope)
         self._request = request
         self._is_free.clear()
         await self._send(Updated(idle=False))
         if request.version == "1.1" and b"100-continue" in request.values(b"expect"):
             await self._send(RawData(CONTINUE))
+
+    async def _run(self, request: Request, scope: Any) -> None:
+        """Run the app for a request."""
+        try:
+            await self._app(
+                scope, request.messages.get, partial(self._respond, request), None, None
+            )
+        except Exception:
+            await self._config.log.exception("Error in ASGI Framework")
+        finally:
+            await self._respond(request, None)
 
     async def _respond(self, request: Request, message: Any) -> None:
         """Send what an ASGI message of the app says; None means that the app has ended. If it has
@@ -281,17 +339,17 @@ class Http1:
     def _start_response(self, request: Request, status: int, headers: Headers) -> None:
         """Keep the head of a response until the first piece of its body is sent. Raises ValueError
         for a header with a line break."""
-        names = {name for name, _ in headers}
+        fields = dict(headers)
         # the rest of a body would be taken for the next request
         request.keeps_alive &= request.is_received
         more = [(b"date", date_of(int(time.time()))), SERVER]
-        if b"content-length" not in names:
+        if b"content-length" not in fields:
             request.is_chunked = request.version == "1.1"
             if request.is_chunked:
                 more.append((b"transfer-encoding", b"chunked"))
             else:
                 request.keeps_alive = False
-        if (b"connection", b"close") in headers:
+        if fields.get(b"connection") == b"close":
             request.keeps_alive = False
         elif not request.keeps_alive:
             more.append((b"connection", b"close"))
@@ -311,7 +369,7 @@ class Http1:
             await self._send(Updated(idle=True))
         elif not was_closed:
             await self._send(Closed())
-        await request.put({"type": "http.disconnect"})
+        request.messages.end()
 
     async def _refuse(self, status: int) -> None:
         """Answer bytes that are no valid request with an error, and close the connection."""
@@ -359,8 +417,8 @@ def refusal_of(request: Request) -> int | None:
 
 def head_of(status: int, headers: Headers) -> bytes:
     """Return the head of a response. Raises ValueError for a header with a line break."""
-    lines = [b"%b: %b\r\n" % pair for pair in headers]
-    head = b"HTTP/1.1 %d \r\n%b\r\n" % (status, b"".join(lines))
-    if head.count(b"\n") != len(lines) + 2 or head.count(b"\r") != len(lines) + 2:
+    lines = b"\r\n".join([b"%b: %b" % pair for pair in headers])
+    head = b"HTTP/1.1 %d \r\n%b\r\n\r\n" % (status, lines)
+    if head.count(b"\n") != len(headers) + 2 or head.count(b"\r") != len(headers) + 2:
         raise ValueError("a response header has a line break")
     return head

@@ -5,11 +5,11 @@ then `embed_inputs`. Afterwards `Meter.answer` times and counts the response.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import cast
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from jaxembed.data.inputs import Image, Input, Text
 from jaxembed.errors import InvalidChunk, InvalidInput
@@ -45,7 +45,7 @@ class Usage(msgspec.Struct):
 
 def usage_of(answer: Embeddings | Scores) -> dict[str, int]:
     """Return the fields of Usage for an answer."""
-    tokens = int(answer.num_tokens.sum())
+    tokens = answer.total_tokens
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 

@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast, get_args
 
 import msgspec
@@ -30,6 +29,7 @@ from jaxembed.runtime.requests import INPUT_BYTES
 from jaxembed.server.errors import BadField, BadJson
 from jaxembed.server.http.encoding import JSON
 from jaxembed.server.http.exchange import current_exchange
+from jaxembed.server.http.time_limit import in_time
 from jaxembed.server.meter import Meter, Method, RequestSize
 from jaxembed.server.pipeline.decoding import TokenId, decode, mixed_items_error
 from jaxembed.server.service import current_service
@@ -278,22 +278,19 @@ MixedInputs = str | list[str | TokenId | list[TokenId] | MediaObject]
 AnyPriority = Priority | int
 
 
-@dataclass(frozen=True)
-class RequestInputs(RequestSize):
+class RequestInputs(RequestSize, frozen=True):
     """The inputs of one request, in order. An ImageSource is an image that is not read yet."""
 
     items: Sequence[Input | ImageSource]
 
 
-@dataclass(frozen=True)
-class RequestTexts(RequestSize):
+class RequestTexts(RequestSize, frozen=True):
     """The texts and pairs of one request, in order."""
 
     items: list[Text | Pair]
 
 
-@dataclass(frozen=True)
-class RequestChunks(RequestSize):
+class RequestChunks(RequestSize, frozen=True):
     """The texts of one request, in order. `chunk_place(text, chunk)` returns the path in the body
     of the chunk number `chunk` of the text number `text`."""
 
@@ -309,7 +306,7 @@ async def read_body_as(meter: Meter, kind: type[T]) -> T:
         return await decode(data, kind, check_count)
 
 
-async def read_body(limit: int, *, may_be_undeclared: bool = False) -> bytearray:
+async def read_body(limit: int, *, may_be_undeclared: bool = False) -> bytes | bytearray:
     """Read the body of the current request, at most `limit` bytes.
 
     Raises UnsupportedMediaType if the declared type is not JSON, or no type is declared and
@@ -319,7 +316,8 @@ async def read_body(limit: int, *, may_be_undeclared: bool = False) -> bytearray
     """
     exchange = current_exchange()
     headers = exchange.headers
-    mimetype = headers.get("content-type", "").partition(";")[0].strip().lower()
+    declared = headers.get("content-type", "")
+    mimetype = declared if declared == JSON else declared.partition(";")[0].strip().lower()
     if mimetype or not may_be_undeclared:
         is_json_like = mimetype.startswith("application/") and mimetype.endswith("+json")
         if mimetype != JSON and not is_json_like:
@@ -329,24 +327,17 @@ async def read_body(limit: int, *, may_be_undeclared: bool = False) -> bytearray
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:
         raise RequestEntityTooLarge
-    body = bytearray()
     try:
-        async with asyncio.timeout(BODY_S):
-            async for part in exchange.body:
-                if len(body) + len(part) > limit:
-                    raise RequestEntityTooLarge
-                body += part
+        return await in_time(exchange.body.read(limit), BODY_S)
     except TimeoutError as error:
         raise RequestTimeout from error
-    return body
 
 
 async def discard_body() -> None:
     """Discard the rest of the body of a refused request while the client sends it. If the server
     reset the connection instead, the client could not read the error."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(BODY_S):
-            await current_exchange().body.discard(DISCARD_S)
+        await in_time(current_exchange().body.discard(DISCARD_S), BODY_S)
 
 
 def check_count(place: str, count: int) -> None:

@@ -210,13 +210,13 @@ def merged_values(body: ModelRequest, *groups: tuple[str, ...]) -> list[Any]:
     """
     merged = []
     for group in groups:
-        sent = {
-            name: value
-            for name in group
-            if (value := getattr(body, name)) is not None and (value or value is False)
-        }
+        sent: dict[str, Any] = {}
+        for name in group:
+            value = getattr(body, name)
+            if value or value is False:
+                sent[name] = value
         values = list(sent.values())
-        if any(value != values[0] for value in values):
+        if any(value != values[0] for value in values[1:]):
             shown = " and ".join(f"`{name}` of {_shown(value)}" for name, value in sent.items())
             raise InvalidInput(
                 f"{shown} contradict each other; send one of them", field=next(iter(sent))

@@ -304,7 +304,7 @@ def _vectors(
 def _meta_of(answer: Embeddings | Scores, version: ApiVersion) -> dict:
     """Return the fields of CohereMeta. The billed units are those of Cohere: the tokens of a
     request to embed, and one search for a request to rerank."""
-    tokens = int(answer.num_tokens.sum())
+    tokens = answer.total_tokens
     is_search = isinstance(answer, Scores)
     return {
         "api_version": {"version": version},

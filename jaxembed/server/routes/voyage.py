@@ -317,7 +317,7 @@ async def _respond_by_input(
             for i in range(start, stop)
         ]
 
-    total, headers = int(answer.num_tokens.sum()), await facts_of_images(meter.images)
+    total, headers = answer.total_tokens, await facts_of_images(meter.images)
     route = meter.loaded.routes.get(IMAGE_ROUTE)
     # with an encoder of its own, an image counts as the maximum number of tokens of its route
     has_encoder = route is not None and not route.spec.takes_texts
