@@ -108,6 +108,7 @@ class BufferedHistogram(Collector):
         self._counts = np.zeros(len(self._bounds), np.int64)
         self._sum = 0.0
         self._told: tuple[Any, float] = (0, 0.0)  # what `growth` has told so far
+        self._has_grown = False  # whether values were added to the buckets since then
         self._buffer: deque[float] = deque()
         self._lock = threading.Lock()
 
@@ -127,10 +128,12 @@ class BufferedHistogram(Collector):
     def growth(self) -> list[Any]:
         """Return the number of values in each bucket that has grown since the last call, by the
         index of the bucket, and the sum of these values. The list is empty if there are none."""
+        if not (self._buffer or self._has_grown):  # true of most histograms in most seconds
+            return []
         counts, total = self._count_buffered()
         more, places = counts - self._told[0], np.flatnonzero(counts != self._told[0]).tolist()
         growth = [dict(zip(places, more[places].tolist(), strict=True)), total - self._told[1]]
-        self._told = counts, total
+        self._told, self._has_grown = (counts, total), False
         return growth if places else []
 
     def grow(self, growth: list[Any]) -> None:
@@ -163,6 +166,7 @@ class BufferedHistogram(Collector):
         bucket, as a copy, and the sum of all values so far."""
         with self._lock:
             values = [*_drain(self._buffer), *more]
+            self._has_grown |= bool(values)
             np.add.at(self._counts, self._buckets_of(values), 1)
             self._sum += sum(values)
             return self._counts.copy(), self._sum
