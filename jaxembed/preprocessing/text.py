@@ -224,8 +224,7 @@ class TextProcessor:
             except InvalidInput as error:
                 raise error.at(len(rows)) from error
             lengths = [len(row) for row in rows]
-            joined = rows[0] if len(rows) == 1 else list(chain.from_iterable(rows))
-            ids = np.array(joined, np.int32)
+            ids = np.fromiter(chain.from_iterable(rows), np.int32, sum(lengths))
             return Tokenized(whole_work({"ids": ids}, np.array(lengths, np.int32)), truncated)
         pairs = self._encode_pairs(
             [item for item in inputs if isinstance(item, Pair)], tokenization
