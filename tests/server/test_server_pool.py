@@ -23,6 +23,7 @@ from jaxembed.engine.compiles import CompileEvents
 from jaxembed.errors import (
     BackendError,
     CheckpointError,
+    DeviceStuck,
     ConfigError,
     InvalidInput,
     ModelUnavailable,
@@ -285,6 +286,15 @@ async def test_a_model_that_cannot_be_loaded_leaves_all_as_it_was_and_is_not_tri
     with pytest.raises(ModelUnavailable):
         await pool.lease("b", None)
     await pool.load(pool.models["b"])  # whoever runs the server need not wait
+    assert (await use(pool, "b")).name == "b"
+
+
+async def test_a_load_that_fails_because_the_device_hangs_is_tried_again_at_once():
+    shelf, pool = opened()
+    shelf.errors["b"] = DeviceStuck()
+    with pytest.raises(ModelUnavailable, match="the device does not return"):
+        await use(pool, "b")
+    del shelf.errors["b"]
     assert (await use(pool, "b")).name == "b"
 
 

@@ -21,7 +21,7 @@ import msgspec
 from jaxembed import __version__
 from jaxembed.config import ServerConfig
 from jaxembed.engine.quota import Account, RateState, Refusal
-from jaxembed.errors import JaxembedError
+from jaxembed.errors import JaxembedError, ShuttingDown
 from jaxembed.observability.log import configure_logging
 from jaxembed.observability.tracing import Tracer
 from jaxembed.server import access
@@ -98,7 +98,10 @@ class RemoteAccess(access.Access):
             return ()
         call = self._client.number()
         request = cast(LentReservation, exchange.body.reservation).known()
-        answer: frames.RateStates = await self._client.call(frames.Rates(call, request))
+        try:
+            answer: frames.RateStates = await self._client.call(frames.Rates(call, request))
+        except ShuttingDown:  # the engine's process has ended
+            return ()
         return answer.states
 
 

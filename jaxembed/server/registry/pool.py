@@ -28,6 +28,7 @@ from jaxembed.engine.compiles import compile_events
 from jaxembed.errors import (
     INTERRUPTS,
     BackendError,
+    DeviceStuck,
     JaxembedError,
     ModelUnavailable,
     NoRoom,
@@ -251,7 +252,8 @@ class ModelPool:
                 is_expected = isinstance(error, JaxembedError)
                 failure = error if is_expected else BackendError(_reason(error))
                 logger.error("%s cannot be loaded: %s", self._name(known), failure)
-                if not isinstance(failure, NoRoom):  # retry NoRoom at once: room may become free
+                # the next request tries again if room became free, or if the device returned
+                if not isinstance(failure, NoRoom | DeviceStuck):
                     self._failed[known] = time.monotonic(), failure
                 await _in_thread(_collect)
                 raise failure from error
