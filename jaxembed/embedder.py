@@ -5,7 +5,7 @@ vectors = embedder.encode(["a text", "another"])  # float32 [2, 384]
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence, Set
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
@@ -41,6 +41,8 @@ from jaxembed.runtime.tasks import check_positive, check_task
 T = TypeVar("T")
 TextOrPair = str | tuple[str, str]
 NO_OPTIONS = EncodeOptions()
+NO_LISTS = (bytes, bytearray, Mapping, Set)  # values that a call may take for a list of texts
+NO_IMAGES = (int, float, list, tuple, dict)
 
 _PROMPT = ("prompt", "prompt_name", "route")
 _VECTORS = ("dimensions", "normalize", "output_dtype")
@@ -475,9 +477,9 @@ class Embedder:
 
     async def _inputs(self, texts: str | Sequence[Any], images: Any) -> Sequence[str | Image]:
         """Return `texts`, which may contain images, followed by `images`. All image files are read.
-        Raises TypeError if `images` is a single image, OSError for a file that cannot be read, and
-        InvalidImage for what is not an image."""
-        listed = [texts] if isinstance(texts, str) else list(texts)
+        Raises TypeError if `texts` is no list or `images` is a single image, OSError for a file
+        that cannot be read, and InvalidImage for what is not an image."""
+        listed = _listed(texts)
         if images is None and all(isinstance(item, str) for item in listed):
             return listed
         after = () if images is None else images
@@ -486,7 +488,7 @@ class Embedder:
             raise TypeError("images must be a list of images, not a single image")
         return await self._read(
             lambda: [
-                *(item if isinstance(item, str) else read_image(item) for item in listed),
+                *(_text_or_image(item, index) for index, item in enumerate(listed)),
                 *map(read_image, after),
             ]
         )
@@ -525,7 +527,28 @@ def _finish(call: Coroutine[Any, Any, T]) -> T:
     raise AssertionError("a blocking call has awaited something that was not done")
 
 
+def _listed(inputs: Any) -> list[Any]:
+    """Return a string in a list, and other inputs as a list. Raises TypeError for what has no order
+    or is no list."""
+    if isinstance(inputs, str):
+        return [inputs]
+    is_list = isinstance(inputs, Iterable) and not isinstance(inputs, NO_LISTS)
+    if not is_list:
+        raise TypeError(f"got a {type(inputs).__name__}; expected a string or a list of inputs")
+    return list(inputs)
+
+
+def _text_or_image(item: Any, index: int) -> str | Image:
+    """Return a text unchanged, and an image as an input. Raises InvalidInput for any other item,
+    InvalidImage, and OSError for a file that cannot be read."""
+    if isinstance(item, str):
+        return item
+    if item is None or isinstance(item, NO_IMAGES):
+        message = f"an input is a {type(item).__name__}; expected a text or an image"
+        raise InvalidInput(message, index=index)
+    return read_image(item)
+
+
 def _texts_and_pairs(inputs: str | Sequence[TextOrPair]) -> list[Text | Pair]:
     """Convert strings to Text, and tuples of two strings to Pair."""
-    listed = [inputs] if isinstance(inputs, str) else inputs
-    return [Text(item) if isinstance(item, str) else Pair(*item) for item in listed]
+    return [Text(item) if isinstance(item, str) else Pair(*item) for item in _listed(inputs)]

@@ -156,6 +156,21 @@ def test_an_option_that_a_method_lacks_is_refused_with_those_it_has(embedder, ca
         call(embedder)
 
 
+@pytest.mark.parametrize("texts", [None, 7, b"cat", {"cat": 1}, {"cat", "dog"}])
+def test_what_is_no_list_of_texts_is_refused_by_its_type(embedder, texts):
+    for call in (embedder.encode, embedder.encode_query, embedder.encode_document):
+        with pytest.raises(TypeError, match=rf"got a {type(texts).__name__}; expected a string or"):
+            call(texts)
+
+
+@pytest.mark.parametrize("item", [None, 7, 1.5, ["cat"], ("cat", "dog"), {"text": "cat"}])
+def test_an_input_that_is_neither_a_text_nor_an_image_is_refused_with_its_index(embedder, item):
+    wanted = rf"is a {type(item).__name__}; expected a text or an image"
+    with pytest.raises(InvalidInput, match=wanted) as refused:
+        embedder.encode(["cat", item])
+    assert refused.value.index == 1
+
+
 def test_the_help_of_each_method_lists_its_options():
     methods = [name for name in vars(Embedder) if name.endswith("_async")]
     assert len(methods) == 11
@@ -220,7 +235,7 @@ def test_a_cache_that_is_not_written_stops_nothing(open_embedder, new_process, m
 
 
 def test_options_that_are_equal_and_of_other_types_are_not_mixed_up(embedder):
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"`dimensions` of 8\.0 is not an integer"):
         embedder.encode("the cat", dimensions=8.0)
     assert embedder.encode("the cat", dimensions=8).shape == (8,)
 

@@ -23,8 +23,8 @@ from jaxembed.engine.compiles import CompileEvents
 from jaxembed.errors import (
     BackendError,
     CheckpointError,
-    DeviceStuck,
     ConfigError,
+    DeviceStuck,
     InvalidInput,
     ModelUnavailable,
     NoRoom,
