@@ -677,25 +677,25 @@ class TextProcessor:
     ) -> tuple[Encoding, bool]:
         """Truncate token ids to the limit. Returns their encoding, and whether they were truncated.
 
-        Prompts and special tokens are not added. If `bare_ids` is False, the ids must begin and end
-        with the special tokens of the tokenizer, which are kept when the ids are truncated. Raises
+        Prompts and special tokens are not added. If the ids begin and end with the special tokens
+        of the tokenizer, as they must if `bare_ids` is False, truncating keeps these. Raises
         EmptyInput, BareTokenIds, InputTooLong, and InvalidInput for an id that is not in the
         vocabulary or that stands for a part of an image.
         """
         if not len(tokens.ids):
             raise EmptyInput()
-        if not tokenization.bare_ids:
-            # The special tokens show that the ids come from this model's tokenizer. If it has no
-            # special tokens, nothing shows that: refuse all ids.
-            before, after = self._ids_around
-            after_start = len(tokens.ids) - len(after)
-            ends = list(tokens.ids[: len(before)]), list(tokens.ids[after_start:])
-            if not (before or after) or after_start < len(before) or ends != (before, after):
-                raise BareTokenIds(before, after)
+        before, after = self._ids_around
+        after_start = len(tokens.ids) - len(after)
+        ends = list(tokens.ids[: len(before)]), list(tokens.ids[after_start:])
+        is_whole = after_start >= len(before) and ends == (before, after)
+        # The special tokens show that the ids come from this model's tokenizer. If it has no special
+        # tokens, nothing shows that: refuse all ids.
+        if not tokenization.bare_ids and not (is_whole and (before or after)):
+            raise BareTokenIds(before, after)
         ids = _checked_ids(tokens.ids, self.vocab_size)
         if len(ids) > self.limit and not tokenization.truncate:
             raise InputTooLong(self.limit, len(ids))
-        truncate_ids = cut_tokens if tokenization.bare_ids else self._within
+        truncate_ids = self._within if is_whole else cut_tokens
         kept = self._checked_text_ids(truncate_ids(ids, self.limit, tokenization.side))
         kept_ids, augmentation_tokens = _augmented(kept, self._spec.filled)
         return Encoding(kept_ids, augmentation_tokens=augmentation_tokens), len(ids) > self.limit

@@ -266,7 +266,9 @@ def test_whole_token_ids_run_as_they_are_and_are_cut_as_texts(processor, make_pr
     assert ids_of(processor, Tokens([CLS, 7, SEP]), WHOLE) == [CLS, 7, SEP]
     assert ids_of(processor, Tokens([CLS, SEP]), WHOLE) == [CLS, SEP]
     long = Tokens([CLS, *range(5, 15), SEP])
-    assert ids_of(processor, long, WHOLE) == [CLS, *range(5, 11), SEP]
+    for options in (WHOLE, tokenization()):
+        assert ids_of(processor, long, options) == [CLS, *range(5, 11), SEP]
+    assert ids_of(processor, Tokens([CLS, *range(5, 15)])) == [CLS, *range(5, 12)]
 
 
 def test_an_empty_input_is_refused_even_with_a_prompt(processor):
