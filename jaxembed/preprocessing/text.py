@@ -688,8 +688,8 @@ class TextProcessor:
         after_start = len(tokens.ids) - len(after)
         ends = list(tokens.ids[: len(before)]), list(tokens.ids[after_start:])
         is_whole = after_start >= len(before) and ends == (before, after)
-        # The special tokens show that the ids come from this model's tokenizer. If it has no special
-        # tokens, nothing shows that: refuse all ids.
+        # The special tokens show that the ids come from this model's tokenizer. If it has none,
+        # nothing shows that: refuse all ids.
         if not tokenization.bare_ids and not (is_whole and (before or after)):
             raise BareTokenIds(before, after)
         ids = _checked_ids(tokens.ids, self.vocab_size)

@@ -113,15 +113,9 @@ class Tokenizer:
         `encode`; else None. Raises TokenizerError if the tokenizer refuses the text."""
         if self._words is None or len(text) > SHORT_CHARACTERS or not is_plain_ascii(text):
             return None
-        words = self._words.split(text)
-        if words is None:
-            return None
-        ids = self._words.ids(words)
-        if ids is None:
-            (encoding,) = self.encode([text], special=False, fast=False)
-            self._words.learn(words, encoding)
-            ids = encoding.ids
-        return ids
+        return self._words.encode(
+            text, lambda words: self.encode([words], special=False, fast=False)[0]
+        )
 
     def encode_enough(
         self,

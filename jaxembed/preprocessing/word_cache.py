@@ -2,12 +2,12 @@
 for a short text."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import tokenizers
 
 ASCII_WORD = r"[A-Za-z0-9]+|[!-/:-@\[-`{-~]"  # a word, or a punctuation mark
-MAX_WORDS = 2**14  # 5 MB; then the cache begins again
+MAX_WORDS = 2**15  # 10 MB; then the cache begins again
 MAX_CHARACTERS = 32  # of a word that is kept
 
 _words_of = re.compile(ASCII_WORD).findall
@@ -26,27 +26,28 @@ class WordCache:
         firsts = {content[0] for content in added if content}
         self._begins = firsts | {first.swapcase() for first in firsts}
 
-    def split(self, text: str) -> list[str] | None:
-        """Return the words of a text of plain ASCII; None if it may spell an added token."""
+    def encode(self, text: str, tokenize: Callable[[str], tokenizers.Encoding]) -> list[int] | None:
+        """Return the token ids of a text of plain ASCII, without special tokens; None if it may
+        spell an added token. `tokenize` does that without the cache, and may raise errors."""
         if not self._begins.isdisjoint(text):
             return None
-        return _words_of(text.lower() if self._lowercases else text)
-
-    def ids(self, words: list[str]) -> list[int] | None:
-        """Return the token ids of words; None if a word is not in the cache."""
-        ids_of = self._ids
+        words = _words_of(text.lower() if self._lowercases else text)
+        known = self._ids
         try:
-            return [token_id for word in words for token_id in ids_of[word]]
+            return [token_id for word in words for token_id in known[word]]
         except KeyError:
-            return None
+            new = [word for word in dict.fromkeys(words) if word not in known]
+        encoding = tokenize(" ".join(new))
+        new_ids: dict[str, list[int]] = {word: [] for word in new}
+        for index, token_id in zip(encoding.word_ids, encoding.ids, strict=True):
+            if index is not None:
+                new_ids[new[index]].append(token_id)
+        self._keep({word: ids for word, ids in new_ids.items() if len(word) <= MAX_CHARACTERS})
+        # `known` stays as it was, but for new words, while other threads change the cache
+        return [token_id for word in words for token_id in new_ids.get(word) or known[word]]
 
-    def learn(self, words: list[str], encoding: tokenizers.Encoding) -> None:
-        """Keep the token ids of the words of a text. `encoding` has no special tokens."""
-        by_word: list[list[int]] = [[] for _ in words]
-        for word, token_id in zip(encoding.word_ids, encoding.ids, strict=True):
-            if word is not None:
-                by_word[word].append(token_id)
-        if len(self._ids) + len(words) > MAX_WORDS:
-            self._ids = {}
-        kept = zip(words, by_word, strict=True)
-        self._ids |= {word: ids for word, ids in kept if len(word) <= MAX_CHARACTERS}
+    def _keep(self, ids: dict[str, list[int]]) -> None:
+        if len(self._ids) + len(ids) > MAX_WORDS:
+            self._ids = ids
+        else:
+            self._ids.update(ids)

@@ -123,7 +123,7 @@ def test_ids_of_short_texts_come_from_the_cache_of_words(name, tmp_path, monkeyp
 def test_the_cache_of_words_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(word_cache, "MAX_WORDS", 3)
     made = tokenizer_with(NORMALIZERS["BERT"], tmp_path)
-    for text in ("a", "b", "ab", "a b ab", "a b ab aa bb", "a" * 40):
+    for text in ("a", "b", "ab", "a b ab", "a b ab aa bb", "a" * 40, "ab " + "a" * 40, "a b !"):
         assert made.short_ids(text) == made.file.encode(text, add_special_tokens=False).ids
         assert len(made._words._ids) <= max(3, len(text.split()))
     assert "a" * 40 not in made._words._ids
