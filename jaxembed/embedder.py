@@ -5,7 +5,7 @@ vectors = embedder.encode(["a text", "another"])  # float32 [2, 384]
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
@@ -41,7 +41,8 @@ from jaxembed.runtime.tasks import check_positive, check_task
 T = TypeVar("T")
 TextOrPair = str | tuple[str, str]
 NO_OPTIONS = EncodeOptions()
-NO_LISTS = (bytes, bytearray, Mapping, Set)  # values that a call may take for a list of texts
+# values that a call may take for a list of texts
+NO_LISTS = (bytes, bytearray, Mapping, set, frozenset)
 NO_IMAGES = (int, float, list, tuple, dict)
 
 _PROMPT = ("prompt", "prompt_name", "route")

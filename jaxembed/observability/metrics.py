@@ -130,10 +130,11 @@ class BufferedHistogram(Collector):
         index of the bucket, and the sum of these values. The list is empty if there are none."""
         if not (self._buffer or self._has_grown):  # true of most histograms in most seconds
             return []
+        self._has_grown = False
         counts, total = self._count_buffered()
         more, places = counts - self._told[0], np.flatnonzero(counts != self._told[0]).tolist()
         growth = [dict(zip(places, more[places].tolist(), strict=True)), total - self._told[1]]
-        self._told, self._has_grown = (counts, total), False
+        self._told = counts, total
         return growth if places else []
 
     def grow(self, growth: list[Any]) -> None:

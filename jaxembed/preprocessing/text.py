@@ -122,6 +122,10 @@ class TextProcessor:
         before, after = (text_at[0], len(sample) - 1 - text_at[-1]) if text_at else (0, 0)
         self._around = before, after  # numbers of special tokens before and after a text
         self._ids_around = sample.ids[:before], sample.ids[len(sample) - after :]
+        words = self._tokenizer.short_ids("a a") or []
+        (whole,) = self._tokenizer.encode(["a a"], fast=False)
+        # whether the tokenizer looks short texts up, and only puts special tokens around them
+        self._finds_short = whole.ids == [*self._ids_around[0], *words, *self._ids_around[1]]
         # Some tokenizers, such as XLM-R's, give pairs two types although the backbone has only one.
         has_types = spec.token_types and spec.config.get("type_vocab_size", 0) > 1
         self._has_types = has_types and any(sample.type_ids)
@@ -197,7 +201,8 @@ class TextProcessor:
             prompted = [text[cut] for text in prompted]
         has_spans = self._has_spans(tokenization)
         is_ids_only = self._needs_only_ids and not has_spans and len(texts) == len(inputs)
-        if is_ids_only and len(texts) == 1 and texts[0].text and not is_cut:
+        is_short = self._finds_short and len(texts) == 1 and bool(texts[0].text) and not is_cut
+        if is_ids_only and is_short:
             row = self._short_row(prompted[0])
             if row is not None:
                 return Tokenized(whole_work({"ids": row}, np.array([len(row)], np.int32)), 0)

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import numpy as np
 import tokenizers
-from tokenizers import normalizers, pre_tokenizers
+from tokenizers import models, normalizers, pre_tokenizers
 
 from jaxembed.data.inputs import OffsetUnit
 from jaxembed.errors import INTERRUPTS, CheckpointError, InvalidInput, TokenizerError, counted
@@ -223,10 +223,13 @@ def word_cache_of(
     tokenizer: tokenizers.Tokenizer, of_ascii: tokenizers.Tokenizer | None
 ) -> WordCache | None:
     """Return a cache of the words of plain ASCII; None for a tokenizer that divides texts in
-    another way than BERT's. `of_ascii` is its `tokenizer_of_ascii`."""
-    if of_ascii is None or not _splits_as_bert(tokenizer, of_ascii.normalizer):
+    another way than BERT's, or has an added token that begins with a space. `of_ascii` is its
+    `tokenizer_of_ascii`."""
+    if of_ascii is None or not isinstance(tokenizer.model, models.WordPiece):
         return None
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    if not _splits_as_bert(tokenizer, of_ascii.normalizer) or any(t[:1].isspace() for t in added):
+        return None
     return WordCache(added, lowercases=of_ascii.normalizer is not None)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 import tokenizers
 
 ASCII_WORD = r"[A-Za-z0-9]+|[!-/:-@\[-`{-~]"  # a word, or a punctuation mark
-MAX_WORDS = 2**15  # 10 MB; then the cache begins again
-MAX_CHARACTERS = 32  # of a word that is kept
+MAX_WORDS = 2**14  # 5 MB, at worst 12; then the cache begins again
+MAX_CHARACTERS = 16  # of a word that is kept
 
 _words_of = re.compile(ASCII_WORD).findall
 
@@ -44,7 +44,8 @@ class WordCache:
                 new_ids[new[index]].append(token_id)
         self._keep({word: ids for word, ids in new_ids.items() if len(word) <= MAX_CHARACTERS})
         # `known` stays as it was, but for new words, while other threads change the cache
-        return [token_id for word in words for token_id in new_ids.get(word) or known[word]]
+        by_word = (new_ids[word] if word in new_ids else known[word] for word in words)
+        return [token_id for ids in by_word for token_id in ids]
 
     def _keep(self, ids: dict[str, list[int]]) -> None:
         if len(self._ids) + len(ids) > MAX_WORDS:

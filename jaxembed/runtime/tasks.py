@@ -1,6 +1,7 @@
 """Checks what requests ask of a model, and makes the requests for its tasks."""
 
 import dataclasses
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -115,9 +116,10 @@ class Tasks:
         for dimensions that are not an integer."""
         for name in ("dimensions", "max_active_dims"):
             count = getattr(requested.options, name)
-            if count is not None and not hasattr(count, "__index__"):
-                # the cache would mistake 8.0 for 8
-                raise TypeError(f"`{name}` of {count!r} is not an integer")
+            try:
+                operator.index(0 if count is None else count)
+            except TypeError:  # for 8.0, which the cache would mistake for 8
+                raise TypeError(f"`{name}` of {count!r} is not an integer") from None
         is_long = any(len(purpose) > MAX_PURPOSE for _, purpose in requested.purposes)
         resolve = self._resolve if is_long or requested.options.prompt else self._cached_intent
         return resolve(requested, with_images)

@@ -283,6 +283,13 @@ def test_texts_of_spaces_and_nul_are_texts(processor):
         assert ids_of(processor, Text(text)) == [CLS, *words(text.strip("\0 \n\t")), SEP]
 
 
+@pytest.mark.parametrize("single", ["[CLS] $A [SEP]", "$A", "[CLS] $A [SEP] $A [SEP]"])
+def test_a_short_text_has_the_special_tokens_of_its_template(make_processor, single):
+    one = make_processor(post_processor=with_special_tokens(single), limit=LIMIT)
+    together = one.encode([Text("cat dog"), Text("cat dog")], tokenization()).work
+    assert ids_of(one, Text("cat dog")) == together.encodings[0].ids.tolist()
+
+
 def test_outer_white_space_reaches_the_tokenizer(processor, monkeypatch):
     shown = shown_texts(processor, monkeypatch)
     processor.encode([Text("  cat \n"), Text(" dog")], tokenization())

@@ -127,3 +127,15 @@ def test_the_cache_of_words_is_bounded(tmp_path, monkeypatch):
         assert made.short_ids(text) == made.file.encode(text, add_special_tokens=False).ids
         assert len(made._words._ids) <= max(3, len(text.split()))
     assert "a" * 40 not in made._words._ids
+
+
+def test_a_tokenizer_with_an_added_token_that_begins_with_a_space_has_no_cache(tmp_path):
+    assert tokenizer_with(NORMALIZERS["BERT"], tmp_path)._words is not None
+    assert tokenizer_with(NORMALIZERS["BERT"], tmp_path, AddedToken(" b"))._words is None
+
+
+def test_a_tokenizer_whose_words_may_have_no_tokens_has_no_cache(tmp_path):
+    file = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "1": 1}, []))
+    file.normalizer, file.pre_tokenizer = NORMALIZERS["BERT"], pre_tokenizers.BertPreTokenizer()
+    file.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer(tmp_path / "tokenizer.json")._words is None
