@@ -9,6 +9,7 @@ from .wire import Reply
 
 SLACK_S = 2.0  # time by which an effect may outlast its fault until it is answered
 SICK_S = 15.0  # time for which probes may fail after a fault: a sick worker is tried once a second
+ENDING = ("shutting down", "shut down", "the engine's process has ended")
 DEVICE = ("no_memory", "internal", "memory_error", "nan", "hang")
 MAX_SHOWN = 20  # violations that are kept
 SHOWN_BYTES = 300  # bytes of an answer in a violation
@@ -79,7 +80,7 @@ class Ledger:
         elif status in (400, 422) and "tokenizer error" in text:
             self._excuse(entry, ("tokenizer_error",), "tokenizer fault")
             err = "tokenization"
-        elif status == 503 and ("shutting down" in text or "shut down" in text):
+        elif status == 503 and any(words in text for words in ENDING):
             self._lost_to_signal(entry, "drained", text)
             err = "overloaded"
         elif status in (424, 503) or (status == 400 and "the device does not return" in text):
