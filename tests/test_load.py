@@ -218,6 +218,7 @@ def test_names_and_keys_change_under_20000_requests(tmp_path, front_ends):
         )
         assert statuses.total() == 20_000
         assert moves > 10
+        assert statuses[401] > 0
         shown = server.get("/metrics").text
         for series in (r'te_request_success\{method="single"[^}]*\}', r"te_embed_success\S*"):
             counted = re.findall(rf"^{series} (\S+)$", shown, re.MULTILINE)

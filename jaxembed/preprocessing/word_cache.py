@@ -1,5 +1,5 @@
-"""Keeps the token ids of words, because to look the words of a short text up takes a third of the
-time that the tokenizer needs."""
+"""Keeps the token ids of words, because to look up the words of a short text takes less time than
+to tokenize it."""
 
 import re
 from collections.abc import Callable, Iterable

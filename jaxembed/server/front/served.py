@@ -41,7 +41,7 @@ class RemoteRunner(TokenizingRunner):
         self._route = route
 
     def _run(self, request: Request) -> Any:
-        raise NotImplementedError("a front-end process has no blocking requests")
+        raise AssertionError("a front-end process has no blocking requests")
 
     async def _compute_async(
         self, work: Work, request: Request, permit: Permit | None, trace: FutureTrace | None

@@ -209,9 +209,9 @@ class Connection(TCPServer):
     def abort(self) -> None:
         """Close the connection now, drop unsent bytes, and tell its requests.
 
-        Telling a request can wait until it has taken its body, so a task does it. Nothing cancels
-        that task or the reading task: Hypercorn forgets a request before it is told, and a request
-        that is never told would wait for its client until SEND_S is over.
+        Telling a request of HTTP/2 can wait until it has taken its body, so a task does it. Nothing
+        cancels that task or the reading task: Hypercorn forgets a request before it is told, and a
+        request that is never told would wait for its client until SEND_S is over.
         """
         self.writer.transport.abort()
         self._telling = self.loop.create_task(self.protocol.handle(Closed()))

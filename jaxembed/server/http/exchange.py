@@ -160,10 +160,9 @@ class Watches:
 class Exchange:
     """One request, its response and the memory reserved for both.
 
-    Hypercorn starts a task for it, which handles the request. If the client disconnects, the task
-    is cancelled. A second task looks for that. It starts when the body has arrived for some time,
-    because starting a task takes time that a short request need not spend, or with the response if
-    that is ready before.
+    A task of its own handles it, and is cancelled if the client disconnects. A second task looks
+    for that. It starts some time after the whole body has arrived, because starting a task takes
+    time that a short request need not spend, or with the response if that is ready before.
     """
 
     def __init__(self, app: Any, scope: Any):

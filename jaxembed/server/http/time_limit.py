@@ -8,8 +8,8 @@ T = TypeVar("T")
 
 
 async def in_time(call: Coroutine[Any, Any, T], seconds: float) -> T:
-    """Await a coroutine as `asyncio.timeout` does, whose timer takes 10 us: the time begins when
-    the coroutine first waits. Raises TimeoutError after `seconds`."""
+    """Await a coroutine. The time begins when it first waits; if it need not wait, no timer is set.
+    Raises TimeoutError after `seconds`."""
     try:
         waits_for = call.send(None)
     except StopIteration as end:
