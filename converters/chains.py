@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from converters import heads
-from converters.family import CONVERTERS, Family, family_of, family_of_type
+from converters.family import ADAPTERS, CONVERTERS, Family, family_of, family_of_type
 from converters.features import late_interaction, scores, static, terms
 from converters.features.adapters import with_adapters
 from converters.features.m3 import with_token_heads
@@ -23,6 +23,7 @@ from converters.quantized import scheme_of
 from converters.tokenizers import tokenizer
 from converters.vision import pages
 from jaxembed.checkpoints import checkpoint
+from jaxembed.checkpoints.source import adapter_folders
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models import position_limit, tower_class
 
@@ -145,9 +146,19 @@ def _tower_outline(source: Path, options: Options, route: str) -> Outline:
     if tokenization is not None:
         spec = late_interaction.with_interaction(spec, tokenization, text, backbone)
     tensors = replace(family, rules=(*family.rules, *family.config_rules(hf), *layout.rules))
-    built_in = family.built_in(hf)
+    built_in, tasks = family.built_in(hf), _task_folders(folder, family, hf)
+    if tasks:
+        spec = msgspec.structs.replace(spec, default_adapter=next(iter(tasks)))
+    if twice := [name for name in options.adapters if name in tasks]:
+        raise CheckpointError(f"the model has an adapter {twice[0]} already; give it another name")
     model = Outline(source, tensors, layout, spec, text, built_in)
-    return with_adapters(model, options.adapters) if options.adapters or built_in else model
+    adapters = {**tasks, **options.adapters}
+    return with_adapters(model, adapters) if adapters or built_in else model
+
+
+def _task_folders(folder: Path, family: Family, hf: dict[str, Any]) -> dict[str, Path]:
+    """Return the folders of the adapters that belong to the model in `folder`, by their names."""
+    return adapter_folders({name: folder / ADAPTERS / name for name in family.tasks(hf)})
 
 
 def _family(backbone: Path) -> tuple[Family, dict[str, Any]]:
@@ -222,7 +233,9 @@ def _layout(
     """Read what follows the backbone for this `use`: pooling, modules, labels and template. `hf` is
     the content of config.json, and `config` is that of the backbone."""
     if use == EMBEDDER:
-        return heads.read_layout(source, config["hidden_size"], options.dense_path, route)
+        width = config["hidden_size"]
+        projection = family.projection(hf, width)
+        return heads.read_layout(source, width, options.dense_path, route, projection)
     options.refuse_dense_path(source)
     if use == MASKED_LM:
         if family.masked_lm is None:
@@ -247,12 +260,20 @@ def _layout(
     return scores.scores_layout(source, hf, scorer, labels, template)
 
 
-READER = Reader(
-    lambda source: True,
-    _outlines,
-    folders_read=lambda source: [
+def _folders_read(source: Path) -> list[str]:
+    """Return the folders whose weights `_outlines` reads: static embeddings, and the adapters that
+    belong to a model."""
+    folders = [
         heads.tower_folder(source, route)
         for route in heads.routes_of(source)
         if static.holds_static(source, route)
-    ],
-)
+    ]
+    inside = heads.tower_folder(source)
+    hf = heads.read_optional_json(source / inside / "config.json", CONFIG_FIELDS)
+    if hf.get("model_type") in list(CONVERTERS):  # a list: model_type may be unhashable
+        tasks = _task_folders(source / inside, family_of(hf), hf)
+        folders += [str(folder.relative_to(source)) for folder in tasks.values()]
+    return folders
+
+
+READER = Reader(lambda source: True, _outlines, folders_read=_folders_read)

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from converters import weights
+from converters.heads import Projection
 from converters.weights import Rule, Tensor
 from jaxembed.data.spec import PairTemplate, Pooled, Vocabulary
+
+ADAPTERS = "adapters"  # the folder of the adapters that belong to a model, one for each task
 
 Fields = dict[str, Any]  # the content of a config.json, or the fields of a backbone's config
 
@@ -77,11 +80,16 @@ class Family(TensorRules):
     completed: Callable[[Fields, Path], Fields] = lambda hf, folder: hf
     config_rules: Callable[[Fields], Sequence[Rule]] = lambda hf: ()  # hf -> further rules
     built_in: Callable[[Fields], BuiltIn | None] = lambda hf: None  # hf -> own adapters
+    # hf -> the names of adapters in the folder ADAPTERS; without one the model is not meant to run
+    tasks: Callable[[Fields], Sequence[str]] = lambda hf: ()
+    # hf, the backbone's width -> a linear layer of the model's own code behind its last norm
+    projection: Callable[[Fields, int], Projection | None] = lambda hf, width: None
 
 
 CONVERTERS: dict[str, str] = {
     "albert": "converters.families.albert",
     "bert": "converters.families.bert",
+    "bidirectional_pplx_qwen3": "converters.families.qwen3",
     "camembert": "converters.families.roberta",
     "deberta-v2": "converters.families.deberta",
     "distilbert": "converters.families.distilbert",
@@ -91,6 +99,7 @@ CONVERTERS: dict[str, str] = {
     "gemma3_text": "converters.families.gemma3",
     "gte": "converters.families.gte",
     "jina_embeddings_v3": "converters.families.jina",
+    "jina_embeddings_v5": "converters.families.jina_v5",
     "llama": "converters.families.llama",
     "llama_bidirec": "converters.families.llama",
     "ministral3": "converters.families.ministral3",

@@ -262,6 +262,7 @@ CONFIG_FIELDS = {
     "_sliding_window_pattern": _SIZE,
     "spatial_merge_size": _SIZE,
     "task_instructions": FieldType("an object of strings by name", dict[str, str | None]),
+    "task_names": _NAMES,
     "temperature": _NOT_NEGATIVE,
     "temporal_patch_size": _SIZE,
     "text_config": _OBJECT,

@@ -34,6 +34,7 @@ from jaxembed.data.spec import (
     Pooled,
     Pooling,
     ScoreFunction,
+    TanhLayer,
 )
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
@@ -71,19 +72,26 @@ MODULES = {
 # Patterns of the supported chains of modules: first those of embedders and sparse encoders, then
 # those of cross-encoders and multi-vector models, which a route of a Router cannot have.
 EMBEDDERS = re.compile(
-    "(transformer, pooling|static)(, (dense|normalize))*|masked_lm, splade|static_terms"
+    "transformer, pooling(, (dense|normalize))*(, tanh)?|static(, (dense|normalize))*"
+    "|masked_lm, splade|static_terms"
 )
 OTHERS = re.compile(
     "transformer(, logit_score)?"
     "|transformer(, normalize)*, (dense|multi_vector_mask)(, (dense|multi_vector_mask|normalize))*"
 )
-# Module classes of a model's own code that do the same as a kind of module above. By class: this
-# kind, and the code for the backbone that config.json must name.
-OWN_MODULES = {
-    "custom_st.Transformer": (
-        "transformer",
+# Module classes of a model's own code, by this class and the code of the backbone that config.json
+# names: the kinds of modules that do the same, each with the settings that the code fixes.
+OWN_MODULES: dict[tuple[str, str], dict[str, dict[str, Any] | None]] = {
+    (
+        "custom_st.Transformer",
         "jinaai/xlm-roberta-flash-implementation--modeling_lora.XLMRobertaLoRA",
-    )
+    ): {"transformer": None},
+    ("custom_st.Transformer", "modeling_jina_embeddings_v5.JinaEmbeddingsV5Model"): {
+        "transformer": None,
+        "pooling": {"pooling_mode": "lasttoken"},
+        "normalize": {},
+    },
+    ("st_quantize.FlexibleQuantizer", "modeling.PPLXQwen3Model"): {"tanh": {}},
 }
 # Flags of pooling modes, in the order in which sentence-transformers concatenates their vectors.
 POOLING_FLAGS: dict[str, Pooling] = {
@@ -154,13 +162,23 @@ MEAN: tuple[Pooling, ...] = ("mean",)
 
 HUGE = 1_000_000  # transformers writes 1e30 for "no limit"
 
+Projection = tuple[DenseLayer, str]  # a linear layer, and its tensors' name without ".weight"
+
 
 @dataclass(frozen=True)
 class ModuleEntry:
     """One entry of modules.json."""
 
-    kind: str  # a value of MODULES
+    kind: str  # a value of MODULES, or a kind in OWN_MODULES
     path: str  # its folder within the source
+    settings: Mapping[str, Any] | None = None  # what the model's own code has for its config.json
+
+    def config(self, source: Path) -> dict[str, Any]:
+        """Read its settings; empty if there are none. Raises CheckpointError if config.json is
+        damaged or a field has a wrong type."""
+        if self.settings is not None:
+            return dict(self.settings)
+        return module_config(source / self.path)
 
 
 @dataclass(frozen=True)
@@ -183,15 +201,21 @@ class Layout:
 
 
 def read_layout(
-    source: Path, hidden_size: int, dense_path: str | None = None, route: str = ""
+    source: Path,
+    hidden_size: int,
+    dense_path: str | None = None,
+    route: str = "",
+    projection: Projection | None = None,
 ) -> Layout:
     """Read the layout of an embedder from modules.json and the files that it names. Without
     modules.json the pooling is the mean, as in sentence-transformers.
 
     `dense_path` replaces the path of the only Dense module. `route` is one of the Router's, or "".
-    Raises UnsupportedModel for a model that is no embedder or has settings that are not supported,
-    and CheckpointError for wrong files.
+    `projection` is a linear layer of the backbone itself, which every token goes through before the
+    pooling. Raises UnsupportedModel for a model that is no embedder or has settings that are not
+    supported, and CheckpointError for wrong files.
     """
+    width = hidden_size if projection is None else projection[0].out_features
     modules, include_prompt = modules_of(source, route), True
     pooling: Sequence[Pooling] = MEAN
     if modules is None:
@@ -206,7 +230,7 @@ def read_layout(
         )
     else:
         folder = source / modules[1].path  # of Pooling, which Dense and Normalize may follow
-        config = module_config(folder)
+        config = modules[1].config(source)
         if not config:
             raise CheckpointError(f"{folder} has no config.json: wanted a pooling mode")
         widths = {"word_embedding_dimension", "embedding_dimension"}
@@ -216,10 +240,8 @@ def read_layout(
                 f"{folder}: pooling with {', '.join(sorted(unknown))} is not supported"
             )
         for key in widths & set(config):
-            if config[key] != hidden_size:
-                raise CheckpointError(
-                    f"{folder}: {key} is {config[key]}, the model's {hidden_size}"
-                )
+            if config[key] != width:
+                raise CheckpointError(f"{folder}: {key} is {config[key]}, the model's {width}")
         if "pooling_mode" in config:
             setting = config["pooling_mode"]
             modes: list[str] = [setting] if isinstance(setting, str) else list(setting or ())
@@ -233,7 +255,9 @@ def read_layout(
             pooling = [POOLING_FLAGS[flag] for flag in POOLING_FLAGS if config.get(flag)] or MEAN
         include_prompt = bool(config.get("include_prompt", True))
     refuse_chat_template(source / modules[0].path)
-    layout = pooled_layout(source, modules[0], tuple(pooling), modules[2:], hidden_size, dense_path)
+    layout = pooled_layout(source, modules[0], tuple(pooling), modules[2:], width, dense_path)
+    if projection is not None:
+        layout = _with_projection(layout, *projection)
     lowercase = bool(transformer_config(source / modules[0].path).get("do_lower_case"))
     return replace(layout, include_prompt=include_prompt, lowercase=lowercase)
 
@@ -249,7 +273,7 @@ def pooled_layout(
     """Return the layout of an embedder with the modules `later` after its pooling. `dense_path`, if
     not None, replaces the path of the only Dense module."""
     later = _with_dense_path(source, later, dense_path)
-    layers = tuple(layer_of(source / module.path, module.kind) for module in later)
+    layers = tuple(layer_of(source, module) for module in later)
     check_widths(layers, hidden_size * len(pooling))
     prompts, default_prompt_name = read_prompts(source)
     dense = [(n, entry.path) for n, entry in enumerate(later) if isinstance(layers[n], DenseLayer)]
@@ -261,6 +285,24 @@ def pooled_layout(
         folders=tuple(folder for _, folder in dense),
         prompts=prompts,
         default_prompt_name=default_prompt_name,
+    )
+
+
+def _with_projection(layout: Layout, layer: DenseLayer, tensor: str) -> Layout:
+    """Return the layout of an embedder whose backbone ends with a linear layer. The layer follows
+    the pooling here, because the mean of its outputs is its output for the mean. Raises
+    UnsupportedModel for other poolings and for a Dense module behind it."""
+    head = layout.heads["dense"]
+    assert isinstance(head, Pooled)
+    if head.pooling != MEAN or layer.bias or layout.folders:
+        raise UnsupportedModel(
+            f"the backbone ends with the linear layer {tensor}, which is supported without bias, "
+            f"with mean pooling and without a Dense module; the pooling is "
+            f"{' and '.join(head.pooling)}"
+        )
+    head = Pooled(MEAN, (layer, *head.modules))
+    return replace(
+        layout, heads={"dense": head}, rules=tuple(dense_rules("dense", 0, layer, tensor))
     )
 
 
@@ -425,7 +467,7 @@ def modules_of(source: Path, route: str = "") -> list[ModuleEntry] | None:
         listed = router.routes[route]
     if listed is None:
         return None
-    modules = [_module(path, kind, folder) for kind, folder in listed]
+    modules = [module for kind, folder in listed for module in _modules(path, kind, folder)]
     kinds = ", ".join(module.kind for module in modules)
     if not EMBEDDERS.fullmatch(kinds) and (route or not OTHERS.fullmatch(kinds)):
         raise UnsupportedModel(
@@ -453,14 +495,16 @@ def listed_modules(source: Path) -> Listed | None:
         raise CheckpointError(f"{path} is damaged: wanted a list of type and path") from error
 
 
-def _module(path: Path, type_name: str, folder: str) -> ModuleEntry:
-    """Return the entry for a type and a folder in modules.json, whose path is `path`. Raises
-    UnsupportedModel for an unknown type, and CheckpointError for a folder outside the model."""
-    own_kind, own_code = OWN_MODULES.get(type_name, (None, None))
-    if own_kind is not None:
+def _modules(path: Path, type_name: str, folder: str) -> list[ModuleEntry]:
+    """Return the entries for a type and a folder in modules.json, whose path is `path`: one, or of
+    a model's own class perhaps several. Raises UnsupportedModel for an unknown type, and
+    CheckpointError for a folder outside the model."""
+    if any(type_name == own_type for own_type, _ in OWN_MODULES):
         hf = read_optional_json(path.parent / "config.json", CONFIG_FIELDS)
-        if (hf.get("auto_map") or {}).get("AutoModel") == own_code:
-            return ModuleEntry(own_kind, folder)
+        code = (hf.get("auto_map") or {}).get("AutoModel")
+        own = OWN_MODULES.get((type_name, str(code)), {})
+        if own:
+            return [ModuleEntry(kind, folder, settings) for kind, settings in own.items()]
     if type_name not in MODULES:
         known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in MODULES}))
         raise UnsupportedModel(f"{path}: module {type_name!r} is not supported; known: {known}")
@@ -469,7 +513,7 @@ def _module(path: Path, type_name: str, folder: str) -> ModuleEntry:
     if name == "transformer":
         config = transformer_config(path.parent / folder, late=True)
         name = "masked_lm" if config.get("transformer_task") == FILL_MASK else name
-    return ModuleEntry(name, folder)
+    return [ModuleEntry(name, folder)]
 
 
 def _check_within(path: Path, folder: str) -> None:
@@ -491,22 +535,26 @@ def _with_dense_path(
             f"dense path {dense_path!r} takes the place of the only Dense module, and {source} "
             f"has {len(dense)}; leave it out"
         )
-    replacement = _module(source / "modules.json", "sentence_transformers.models.Dense", dense_path)
+    path = source / "modules.json"
+    _check_within(path, dense_path)
+    replacement = ModuleEntry("dense", "" if dense_path == "." else dense_path)
     return [replacement if module.kind == "dense" else module for module in modules]
 
 
-def layer_of(folder: Path, kind: str, applied_to: str = "sentence_embedding") -> Module:
-    """Read a Dense or Normalize module. `applied_to` is the kind of vectors that the module must
-    take and return: "sentence_embedding" or "token_embeddings". Raises UnsupportedModel and
+def layer_of(source: Path, module: ModuleEntry, applied_to: str = "sentence_embedding") -> Module:
+    """Read a module that follows the pooling. `applied_to` is the kind of vectors that the module
+    must take and return: "sentence_embedding" or "token_embeddings". Raises UnsupportedModel and
     CheckpointError."""
-    config = module_config(folder)
+    folder, config = source / module.path, module.config(source)
     for key in ("module_input_name", "module_output_name"):
         if config.get(key) not in (None, applied_to):
             raise UnsupportedModel(
                 f"{folder}: {key}={config[key]!r} is not supported; known: {applied_to}"
             )
-    if kind == "normalize":
+    if module.kind == "normalize":
         return NormalizeLayer()
+    if module.kind == "tanh":
+        return TanhLayer()
     missing = [k for k in ("in_features", "out_features") if not isinstance(config.get(k), int)]
     if missing:
         raise CheckpointError(f"{folder / 'config.json'} lacks {', '.join(missing)}")

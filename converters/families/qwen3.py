@@ -1,17 +1,26 @@
-"""Converts Qwen3 from transformers 4 and 5: its config and its reranker's template."""
+"""Converts Qwen3 from transformers 4 and 5: its config and its reranker's template.
+
+It also converts voyage-4-nano and pplx-embed-v1, whose own code is Qwen3 without the causal mask.
+"""
 
 from typing import Any
 
 from converters.families.decoders import decoder_config, decoder_family, is_causal, window_fields
 from converters.family import Reranker
-from jaxembed.data.spec import PairTemplate
+from converters.features.scores import labels_of
+from converters.heads import Projection
+from jaxembed.data.spec import DenseLayer, PairTemplate
 
 HEAD_WIDTH = 128  # default head_dim of every Qwen3
+# The code of voyage-4-nano and pplx-embed-v1, which is never run.
+VOYAGE = "modeling_qwen3_bidirectional.Qwen3BidirectionalModel"
+PPLX = "modeling.PPLXQwen3Model"
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
     """Convert config.json `hf` to Qwen3Config fields. Raises UnsupportedModel, CheckpointError."""
-    bias, causal = bool(hf.get("attention_bias", False)), is_causal(hf, otherwise=True)
+    bias = bool(hf.get("attention_bias", False))
+    causal = is_causal(hf, otherwise=_own_code(hf) not in (VOYAGE, PPLX))
     fields = decoder_config(hf, hf.get("head_dim") or HEAD_WIDTH, causal=causal)
     return (
         fields
@@ -34,11 +43,26 @@ def qwen_windows(hf: dict[str, Any], causal: bool) -> dict[str, Any]:
     return window_fields(hf, window, range(first_layer, hf["num_hidden_layers"]), causal)
 
 
+def projection(hf: dict[str, Any], width: int) -> Projection | None:
+    """Return the linear layer of voyage-4-nano's own code, from the backbone's width to num_labels;
+    None for other models."""
+    if _own_code(hf) != VOYAGE:
+        return None
+    layer = DenseLayer(width, len(labels_of(hf)), bias=False, activation="identity")
+    return layer, "linear"
+
+
+def _own_code(hf: dict[str, Any]) -> str | None:
+    return (hf.get("auto_map") or {}).get("AutoModel")
+
+
 FAMILY = decoder_family(
-    classes=("Qwen3Model",),
+    classes=("Qwen3Model", "PPLXQwen3Model"),
     classifiers=("Qwen3ForSequenceClassification",),
     generators=("Qwen3ForCausalLM",),
+    own_code={"AutoModel": (VOYAGE, PPLX)},
     config=config,
+    projection=projection,
     # From the code in Qwen3-Reranker's README.
     reranker=Reranker(
         name="qwen3-reranker",

@@ -140,7 +140,7 @@ def read_late_layout(source: Path, hidden_size: int) -> tuple[Layout, Tokenizati
                 )
             tokenization = replace(tokenization, skipped=tuple(skipped))
             continue
-        layer = heads.layer_of(folder, module.kind, "token_embeddings")
+        layer = heads.layer_of(source, module, "token_embeddings")
         if isinstance(layer, DenseLayer):
             tensor = f"{module.path}/linear"
             rules += heads.dense_rules("multi_vector", len(layers), layer, tensor)

@@ -63,8 +63,8 @@ NEVER_FETCHED = [
     "*.ot",  # codespell:ignore
     "*.gguf",
 ]
-# The patterns of weight files. Files of the second are downloaded if there are none of the first.
-WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin")
+# The patterns of weight files. Files of a pattern are downloaded if there are none of those before.
+WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin", "adapter_model.safetensors")
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,11 @@ class LayerNormLayer(msgspec.Struct, frozen=True, tag="layer_norm"):
     bias: bool = True
 
 
-Module = DenseLayer | LayerNormLayer | NormalizeLayer
+class TanhLayer(msgspec.Struct, frozen=True, tag="tanh"):
+    """tanh of each value, so that all are between -1 and 1."""
+
+
+Module = DenseLayer | LayerNormLayer | NormalizeLayer | TanhLayer
 
 
 class _WithModules(Protocol):
@@ -83,6 +87,14 @@ class _AfterModules(msgspec.Struct, frozen=True):
     def normalize(self: _WithModules) -> bool:
         """Whether the last module is a Normalize module, which runs on the host."""
         return bool(self.modules) and isinstance(self.modules[-1], NormalizeLayer)
+
+    @property
+    def range(self: _WithModules) -> tuple[float, float] | None:
+        """The calibration range of every dimension if the model fixes it, else None. After tanh,
+        int8 is round(127 x), as in the quantizer of pplx-embed-v1 (st_quantize.py): with this
+        range, the level floor(255 (x - low) / (high - low)) is floor(127 x + 128.5)."""
+        is_fixed = bool(self.modules) and isinstance(self.modules[-1], TanhLayer)
+        return (-128.5 / 127, 126.5 / 127) if is_fixed else None
 
     @property
     def device_modules(self: _WithModules) -> tuple[Module, ...]:
@@ -326,7 +338,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     queries and documents. `filled` describes augmentation tokens that are added to every text.
     `image` says how images are prepared; a model with `image` takes texts only if its config has a
     vocabulary. If `token_types` is false, the backbone takes zeros instead of the tokenizer's
-    types. A request may choose one of the `adapters`, which are numbered from 1. `dtype` is the
+    types. A request may choose one of the `adapters`, which are numbered from 1; without a choice
+    it gets the `default_adapter`, if that is not None. `dtype` is the
     dtype of the stored parameters; computation may use another one. `written_by` is the jaxembed
     version that wrote the checkpoint, or None for early versions.
     """
@@ -341,6 +354,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     filled: Expansion | None = None
     image: ImageRules | None = None
     adapters: tuple[Adapter, ...] = ()
+    default_adapter: str | None = None
     token_types: bool = True
     include_prompt: bool = True
     prompts: dict[str, str] = {}

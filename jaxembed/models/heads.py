@@ -22,6 +22,7 @@ from jaxembed.data.spec import (
     NormalizeLayer,
     PerToken,
     Pooled,
+    TanhLayer,
     Vocabulary,
 )
 from jaxembed.models import native
@@ -274,10 +275,18 @@ class Normalize(nnx.Module):
         return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
 
 
+class Tanh(nnx.Module):
+    """A module that takes the tanh of each value."""
+
+    def __call__(self, x: Float[Array, "rows slots dim"]) -> Float[Array, "rows slots dim"]:
+        return jnp.tanh(x)
+
+
 MODULES: dict[type[Module], Callable[..., nnx.Module]] = {
     DenseLayer: Dense,
     LayerNormLayer: lambda layer: LayerNorm(layer.features, eps=layer.eps, bias=layer.bias),
     NormalizeLayer: lambda layer: Normalize(),
+    TanhLayer: lambda layer: Tanh(),
 }
 
 

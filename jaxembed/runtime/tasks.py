@@ -19,6 +19,7 @@ from jaxembed.data.outputs import OUTPUTS, REPRESENTATIONS, OutputName
 from jaxembed.data.spec import IMAGE_ROUTE, ModelSpec, Routes, Task
 from jaxembed.errors import EmptyInput, InvalidInput, UnknownRoute, WrongTask
 from jaxembed.preprocessing.prompts import (
+    PURPOSES,
     Role,
     prompt_for,
     prompt_of_role,
@@ -70,6 +71,7 @@ class Intent(msgspec.Struct, frozen=True, eq=False):
     outputs: frozenset[OutputName]  # the outputs that the engine computes
     route: str
     adapter: int  # number of the adapter; 0: no adapter
+    adapter_name: str | None  # and its name
     ranges: np.ndarray | None  # float32 [2, dim]: calibration ranges, if the dtype needs them
     prompt_name: str | None  # name of the chosen prompt; "": no named prompt; None: the default
     dtype: EmbeddingDtype | None  # the dtype that the request names; None: it names none
@@ -213,8 +215,18 @@ class Tasks:
             source if name == "sparse" else name for name in options.outputs
         )
         ranges = self.ranges(options, options.output_dtype)
+        adapter_name = self._spec.adapter_names[adapter - 1] if adapter else None
         return Intent(
-            options, tokenization, outputs, route, adapter, ranges, chosen, requested.dtype, types
+            options,
+            tokenization,
+            outputs,
+            route,
+            adapter,
+            adapter_name,
+            ranges,
+            chosen,
+            requested.dtype,
+            types,
         )
 
     def _with_purposes(
@@ -229,37 +241,59 @@ class Tasks:
         prompts = self._spec.prompts
         # request field -> its value, and the role and the prompt name that this value chooses
         chosen: dict[str, tuple[str, Role | None, str | None]] = {}
+        # the adapters that purposes choose, if the model's adapters do not depend on its prompts
+        adapters: dict[str, str] = {}
         for field, purpose in purposes:
-            chosen[field] = purpose, role_of(purpose), prompt_for(purpose, prompts, field)
+            adapter = self._adapter_of_purpose(purpose, field)
+            if adapter is not None:
+                adapters[field] = adapter
+            if adapter == purpose:  # it says nothing about the prompt
+                chosen[field] = purpose, None, None
+            else:
+                chosen[field] = purpose, role_of(purpose), prompt_for(purpose, prompts, field)
         # Models such as Jina v3 have an adapter for each purpose; other purposes would get none,
         # and wrong embeddings.
         tasks = [name for name in self._spec.adapter_names if name in prompts]
         for field, (purpose, _, name) in chosen.items():
             if tasks and name not in tasks:
-                raise InvalidInput(
-                    f"`{field}` of {purpose!r} is not a task of this model; its tasks are "
-                    + ", ".join(tasks),
-                    field=field,
-                )
+                raise _no_task(purpose, field, tasks)
         if options.prompt_name is not None:
             name = options.prompt_name
             chosen["prompt_name"] = name, role_of(name), name
         roles, names = ({choice[k] for choice in chosen.values()} - {None} for k in (1, 2))
-        if len(roles) > 1 or len(names) > 1:
+        if options.adapter is not None and adapters:
+            adapters["model"] = options.adapter
+            chosen["model"] = f":{options.adapter}", None, None
+        what = "adapters" if len({*adapters.values()}) > 1 else "prompts"
+        if what == "adapters" or len(roles) > 1 or len(names) > 1:
             shown = " and ".join(
                 f"`{field}` of {value!r}" for field, (value, _, _) in chosen.items()
             )
             raise InvalidInput(
-                f"{shown} ask for different prompts; send one of them", field=next(iter(chosen))
+                f"{shown} ask for different {what}; send one of them", field=next(iter(chosen))
             )
         field, purpose = purposes[0]  # any one, because all purposes agree
         return replace(
             options,
-            prompt=None if names else "",  # "" is no prompt
+            prompt=None if names or adapters else "",  # "" is no prompt
             prompt_name=next(iter(names), None),
             route=self.route_for(purpose, field),
-            role=chosen[field][1],
+            role=next(iter(roles), None),
+            adapter=next(iter(adapters.values()), options.adapter),
         )
+
+    def _adapter_of_purpose(self, purpose: str, field: str) -> str | None:
+        """Return the adapter that a purpose chooses in a model with a default adapter, whose
+        adapters do not depend on its prompts; None if the purpose only chooses a prompt. Raises
+        InvalidInput for a purpose that is no task of the model."""
+        names = self._spec.adapter_names
+        if self._spec.default_adapter is None:
+            return None
+        if (adapter := purpose.partition(".")[0]) in names:  # `retrieval`, or `retrieval.query`
+            return adapter
+        if PURPOSES.get(purpose) in ("query", "document"):
+            return None
+        raise _no_task(purpose, field, names)
 
     def _named_outputs(self, requested: RequestedOptions) -> frozenset[OutputName]:
         """Return the outputs that a request names. If it names none, return multi_vector if it asks
@@ -396,16 +430,20 @@ class Tasks:
         """Return the calibration ranges to quantize vectors to `dtype`, float32 `[2, dim]`; None if
         the dtype needs none.
 
-        The options describe the vectors, except that `dtype` replaces `options.output_dtype`.
+        Some models fix the range of all dimensions, and others need `jaxembed calibrate`. The
+        options describe the vectors, except that `dtype` replaces `options.output_dtype`.
         Raises InvalidInput, which names the request field `field`, if no ranges are stored for such
         vectors.
         """
         if dtype not in NEEDS_RANGES:
             return None
-        # `jaxembed calibrate` makes ranges only for dense vectors that are normalised.
+        # `jaxembed calibrate` makes ranges only for dense vectors that are normalised
         which, normalize = None, options.normalize
         if "dense" not in options.outputs or options.outputs & PER_TOKEN:
             which = "dense vectors of whole inputs"
+        elif (limits := self._spec.dense.range) is not None and not normalize:
+            dimensions = options.dimensions or self._spec.dim
+            return np.repeat(np.array(limits, np.float32)[:, None], dimensions, axis=1)
         elif not (self._spec.dense.normalize if normalize is None else normalize):
             which = "normalised vectors (set `normalize`)"
         if which is not None:
@@ -714,7 +752,9 @@ class Tasks:
         return options, number or self._adapter_number(name if name in names else None)
 
     def _adapter_number(self, adapter: str | None) -> int:
-        """Return the number of an adapter, counted from 1; 0 for None. Raises InvalidInput."""
+        """Return the number of an adapter, counted from 1. None stands for the default adapter, and
+        is 0 if there is none. Raises InvalidInput."""
+        adapter = self._spec.default_adapter if adapter is None else adapter
         if adapter is None:
             return 0
         names = self._spec.adapter_names
@@ -788,6 +828,13 @@ def fit(spec: ModelSpec, task: Task) -> int | None:
     if task in tasks_of(spec):
         return 1
     return 2 if (spec.task, task) == ("embed", "rerank") else None
+
+
+def _no_task(purpose: str, field: str, tasks: Sequence[str]) -> InvalidInput:
+    shown = ", ".join(tasks)
+    return InvalidInput(
+        f"`{field}` of {purpose!r} is not a task of this model; its tasks are {shown}", field=field
+    )
 
 
 def check_task(name: str, spec: ModelSpec, task: Task) -> None:

@@ -41,7 +41,7 @@ from sentence_transformers.sentence_transformer import modules
 
 sys.path.append(str(Path(__file__).parents[1]))  # as for pytest: run as a script, this is "golden"
 
-from golden import colbert, m3, splade
+from golden import colbert, m3, own_code, splade
 from golden.families import FAMILIES, SEED, WORDS, Family, class_of, randomise, save_tower
 
 HERE = Path(__file__).parent
@@ -130,6 +130,8 @@ def save_m3(folder: Path) -> Answer:
 
 M3_OUTPUTS = ("dense", "sparse", "multi_vector")
 OF_SPARSE = ({}, {"prompt_name": "query"}, {"max_active_dims": 7})
+OF_TASKS = ({}, {"adapter": "text-matching", "prompt_name": "query"})
+OF_PROMPTS = ({}, {"prompt_name": "query"})
 OF_ROLES = ({"role": "query"}, {"role": "document"})
 STANFORD = colbert.Saved("stanford", markers=colbert.STANFORD_MARKERS)
 DISTILBERT = {"family": "distilbert", "config": {"tie_word_embeddings": False}}
@@ -319,6 +321,12 @@ CASES: dict[str, Case | Static | Outputs] = {
     "bert_colbert": Outputs(partial(save_colbert, saved=STANFORD), ("multi_vector",), OF_ROLES),
     "modernbert_colbert": Outputs(partial(save_colbert, saved=PYLATE), ("multi_vector",), OF_ROLES),
     "xlm_roberta_m3": Outputs(save_m3, M3_OUTPUTS),
+    "qwen3_jina_v5": Outputs(partial(own_code.save_jina, family="qwen3"), ("dense",), OF_TASKS),
+    "eurobert_jina_v5": Outputs(
+        partial(own_code.save_jina, family="eurobert"), ("dense",), OF_TASKS
+    ),
+    "qwen3_voyage": Outputs(own_code.save_voyage, ("dense",), OF_PROMPTS),
+    "qwen3_pplx": Outputs(own_code.save_pplx, ("dense",)),
 }
 
 

@@ -115,6 +115,70 @@ def test_a_task_that_the_model_lacks_is_refused_with_those_it_has(field, models)
     )
 
 
+FREE = {"query": "what is ", "document": "the "}  # prompts that no adapter depends on
+
+
+@pytest.fixture(name="free", scope="module")
+def _free(tmp_path_factory, load_model) -> Embedder:
+    """Adapters for tasks, one of them the default, and prompts for roles, as those of Jina v5."""
+    adapters = tuple(Adapter(name, RANKS) for name in ("retrieval", "text-matching"))
+    options = {"prompts": FREE, "default_prompt_name": "document", "default_adapter": "retrieval"}
+    folder = tmp_path_factory.mktemp("free")
+    return load_model(save_tiny(folder / "tiny", adapters=adapters, **options), 2, 64)
+
+
+@pytest.mark.parametrize(
+    ("fields", "adapter", "prompt"),
+    [
+        ({}, "retrieval", "document"),
+        ({"input_type": "query"}, "retrieval", "query"),
+        ({"task": "retrieval.passage"}, "retrieval", "document"),
+        ({"task": "retrieval"}, "retrieval", "document"),
+        ({"task": "text-matching"}, "text-matching", "document"),
+        ({"task": "text-matching", "prompt_name": "query"}, "text-matching", "query"),
+        ({"task": "text-matching", "input_type": "query"}, "text-matching", "query"),
+        ({"model": "tiny:text-matching", "prompt_name": "query"}, "text-matching", "query"),
+        ({"model": "tiny:retrieval", "task": "retrieval.query"}, "retrieval", "query"),
+    ],
+    ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else value,
+)
+def test_tasks_and_prompts_are_chosen_independently(fields, adapter, prompt, free):
+    models = Models([free.model], {free.name: ["tiny"]})
+    response, body = ask({"input": "cat"} | fields, models=models)
+    wanted = free.encode("cat", adapter=adapter, prompt=FREE[prompt])
+    assert same(body["data"][0]["embedding"], wanted)
+    assert response.headers["x-adapter-name"] == adapter
+    response, [vector] = ask({"inputs": "cat"}, path="/embed", models=models)
+    assert same(vector, free.encode_document("cat"))
+    assert response.headers["x-adapter-name"] == "retrieval"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"task": "separation"}, "task", "of 'separation' is not a task of this model; its tasks"),
+        ({"task": "code.query"}, "task", "not a task of this model; its tasks are retrieval, text"),
+        (
+            {"task": "retrieval.query", "prompt_name": "document"},
+            "task",
+            "ask for different prompts",
+        ),
+        (
+            {"task": "text-matching", "model": "tiny:retrieval"},
+            "task",
+            "ask for different adapters",
+        ),
+    ],
+    ids=lambda value: " ".join(value.values()) if isinstance(value, dict) else None,
+)
+def test_tasks_that_contradict_or_do_not_exist_are_refused(fields, param, message, free):
+    models = Models([free.model], {free.name: ["tiny"]})
+    response, body = ask({"input": "cat"} | fields, models=models)
+    assert response.status_code == 400
+    assert body["error"]["param"] == param
+    assert message in body["error"]["message"]
+
+
 def test_an_unknown_adapter_is_an_unknown_model(models):
     response, body = ask({"input": "cat", "model": "tiny:other"}, models=models)
     assert response.status_code == 404

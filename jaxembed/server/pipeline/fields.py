@@ -23,6 +23,7 @@ from jaxembed.runtime.tasks import Intent
 from jaxembed.server.http.exchange import Response
 
 DTYPE = "x-embedding-dtype"  # response header: the dtype that the request named
+ADAPTER = "x-adapter-name"  # response header: the name of the adapter that computed the vectors
 PROMPT = "x-prompt-name"  # response header: the name of the prompt that the request chose
 WINDOWS = "x-late-windows"  # response header: the number of windows in which the texts were run
 
@@ -284,15 +285,18 @@ def requested_dtype(body: VectorsRequest) -> EmbeddingDtype | None:
 
 
 def with_choices(response: Response, intent: Intent) -> Response:
-    """Add the headers that name the prompt and the dtype which the request chose, and return the
-    response. The header PROMPT is empty if the request chose to have no prompt."""
+    """Add the headers that name the prompt, the adapter and the dtype of the vectors, and return
+    the response. The header PROMPT is empty if the request chose to have no prompt."""
     if intent.prompt_name is not None:
         response.headers[PROMPT] = intent.prompt_name
-    return with_dtype(response, intent)
+    return with_kind(response, intent)
 
 
-def with_dtype(response: Response, intent: Intent) -> Response:
-    """Add the header DTYPE to the response if the request named a dtype; return the response."""
+def with_kind(response: Response, intent: Intent) -> Response:
+    """Add the headers ADAPTER, if an adapter computed the vectors, and DTYPE, if the request named
+    a dtype. Return the response."""
+    if intent.adapter_name is not None:
+        response.headers[ADAPTER] = intent.adapter_name
     if intent.dtype is not None:
         response.headers[DTYPE] = intent.dtype
     return response

@@ -59,7 +59,7 @@ from jaxembed.server.pipeline.fields import (
     merged_values,
     purposes_of,
     requested_dtype,
-    with_dtype,
+    with_kind,
 )
 from jaxembed.server.routes.rerank import (
     TOP_N,
@@ -242,7 +242,7 @@ async def embed_all() -> Response:
         intent = accept(meter, inputs, RequestedOptions(options, dtype=requested_dtype(body)))
         answer = await embed_inputs(meter, inputs, intent)
         response = await meter.answer(answer, json_stream(json_matrices(answer.tokens)))
-        return with_dtype(response, intent)
+        return with_kind(response, intent)
 
 
 @blueprint.post("/similarity")
@@ -356,7 +356,7 @@ async def answer_embed(meter: Meter, body: EmbedRequest, *, raw_bytes: bool) -> 
     answer = await embed_inputs(meter, inputs, intent)
     dense = answer.dense
     encoded = octet_response(dense) if raw_bytes else json_stream(json_matrix(dense))
-    return with_dtype(await meter.answer(answer, encoded), intent)
+    return with_kind(await meter.answer(answer, encoded), intent)
 
 
 async def answer_rerank(meter: Meter, body: RerankRequest) -> Response:
@@ -483,7 +483,7 @@ async def answer_multi(meter: Meter, body: EmbedMultiRequest, *, raw_bytes: bool
         meter, body, "multi_vector", requested_dtype(body), dimensions=body.dimensions or None
     )
     answer = await embed_inputs(meter, inputs, intent)
-    return with_dtype(await meter.answer(answer, _matrices(answer, raw_bytes=raw_bytes)), intent)
+    return with_kind(await meter.answer(answer, _matrices(answer, raw_bytes=raw_bytes)), intent)
 
 
 async def _accept(
