@@ -36,6 +36,7 @@ def convert(
     dense_path: str | None = None,
     adapters: Mapping[str, str | Path] | None = None,
     splade: bool = False,
+    cutoff_layer: int | None = None,
     progress: ConversionProgress = show_progress,
 ) -> ModelSpec:
     """Convert the model in the directory `source` to a checkpoint at `out`, and return the spec of
@@ -44,9 +45,11 @@ def convert(
     `name` and `revision` are stored in the checkpoint as its source. `dense_path` is the folder of
     a Dense module that replaces the one in modules.json. `adapters` are folders of low-rank
     adapters by the names that they get. With `splade` a masked language model without modules.json
-    becomes a sparse encoder. `progress` gets the steps and yields them, to show progress. Raises
-    UnsupportedModel for a model that jaxembed cannot run, ConversionError for tensors that do not
-    fit, and CheckpointError for other problems. If it raises, nothing is written.
+    becomes a sparse encoder. `cutoff_layer` is the last layer to run, of a model with a head after
+    each of several layers; None: all layers. `progress` gets the steps and yields them, to show
+    progress. Raises UnsupportedModel for a model that jaxembed cannot run, ConversionError for
+    tensors that do not fit, and CheckpointError for other problems. If it raises, nothing is
+    written.
     """
     checkpoint.refuse_occupied(out)
     routes, default = outline_routes(
@@ -56,6 +59,7 @@ def convert(
         dense_path=dense_path,
         adapters=adapters,
         splade=splade,
+        cutoff_layer=cutoff_layer,
     )
     if routes.keys() == {""}:  # the one route of a model without a Router
         return checkpoint.save(out, *contents(routes[""], progress))
@@ -71,6 +75,7 @@ def outline_routes(
     dense_path: str | None = None,
     adapters: Mapping[str, str | Path] | None = None,
     splade: bool = False,
+    cutoff_layer: int | None = None,
 ) -> tuple[dict[str, Outline], str | None]:
     """Describe the checkpoint that `convert` would write, without reading weights. Return the
     outline of each route, and the name of the default route or None, as in `Routes`.
@@ -83,7 +88,7 @@ def outline_routes(
         if not source.is_dir():
             raise CheckpointError(f"{source} is not a directory")
         folders = adapter_folders(adapters)
-        options = Options(name or str(source), revision, dense_path, folders, splade)
+        options = Options(name or str(source), revision, dense_path, folders, splade, cutoff_layer)
         return _reader_of(source).outlines(source, options)
     except (*INTERRUPTS, JaxembedError, MemoryError):
         raise

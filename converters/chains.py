@@ -88,6 +88,11 @@ def _outline(source: Path, options: Options, route: str) -> Outline:
             f"adapter {next(iter(options.adapters))}: {source} holds static embeddings, which "
             "cannot take an adapter; leave --adapter out"
         )
+    if options.cutoff_layer is not None:
+        raise UnsupportedModel(
+            f"--cutoff-layer {options.cutoff_layer}: {source} holds static embeddings, which have "
+            "no layers; leave the flag out"
+        )
     return static.static_outline(source, options, route)
 
 
@@ -110,6 +115,13 @@ def _tower_outline(source: Path, options: Options, route: str) -> Outline:
             raise UnsupportedModel(
                 f"the model brings its own code (auto_map, {key}: {code}), which is never run"
             )
+    if options.cutoff_layer is not None:
+        if family.unused is None:
+            raise UnsupportedModel(
+                f"--cutoff-layer {options.cutoff_layer}: {source} has only a head after its last "
+                "layer; leave the flag out"
+            )
+        hf = hf | {"cutoff_layer": options.cutoff_layer}
     config = family.config(hf)
     try:  # a null in config.json may have become a field of a wrong type
         typed = msgspec.convert(config, tower_class(family.architecture).Config)
@@ -145,7 +157,11 @@ def _tower_outline(source: Path, options: Options, route: str) -> Outline:
     spec = msgspec.structs.replace(spec, heads=layout.heads, max_input_tokens=limit)
     if tokenization is not None:
         spec = late_interaction.with_interaction(spec, tokenization, text, backbone)
-    tensors = replace(family, rules=(*family.rules, *family.config_rules(hf), *layout.rules))
+    tensors = replace(
+        family,
+        rules=(*family.rules, *family.config_rules(hf), *layout.rules),
+        ignored=(*family.ignored, *(family.unused(hf) if family.unused else ())),
+    )
     built_in, tasks = family.built_in(hf), _task_folders(folder, family, hf)
     if tasks:
         spec = msgspec.structs.replace(spec, default_adapter=next(iter(tasks)))
@@ -263,16 +279,16 @@ def _layout(
 def _folders_read(source: Path) -> list[str]:
     """Return the folders whose weights `_outlines` reads: static embeddings, and the adapters that
     belong to a model."""
-    folders = [
-        heads.tower_folder(source, route)
-        for route in heads.routes_of(source)
-        if static.holds_static(source, route)
-    ]
-    inside = heads.tower_folder(source)
-    hf = heads.read_optional_json(source / inside / "config.json", CONFIG_FIELDS)
-    if hf.get("model_type") in list(CONVERTERS):  # a list: model_type may be unhashable
-        tasks = _task_folders(source / inside, family_of(hf), hf)
-        folders += [str(folder.relative_to(source)) for folder in tasks.values()]
+    folders: list[str] = []
+    for route in heads.routes_of(source):
+        inside = heads.tower_folder(source, route)
+        if static.holds_static(source, route):
+            folders.append(inside)
+            continue
+        hf = heads.read_optional_json(source / inside / "config.json", CONFIG_FIELDS)
+        if hf.get("model_type") in list(CONVERTERS):  # a list: model_type may be unhashable
+            tasks = _task_folders(source / inside, family_of(hf), hf)
+            folders += [str(folder.relative_to(source)) for folder in tasks.values()]
     return folders
 
 

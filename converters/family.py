@@ -30,7 +30,9 @@ class Reranker:
     name: str  # words in the names of these models, in lower case
     quote: str  # words in their README.md, which also identify them
     template: PairTemplate
-    answers: tuple[str, str] = ("yes", "no")  # tokens; the score is the difference of their logits
+    # Tokens: the score is the logit of the first, less that of the second if there is one. Empty: a
+    # head gives the score, and every model of the family is such a reranker.
+    answers: tuple[str, ...] = ("yes", "no")
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ class Family(TensorRules):
     classifiers: tuple[str, ...] = ()  # classes that score, with the head of `classifier`
     classifier: Callable[[Fields, int], Scorer] | None = None  # hf, number of labels -> the head
     generators: tuple[str, ...] = ()  # classes of language models, some of which are rerankers
-    # hf, the backbone's config, ids of yes and no -> the head of a reranker that is a generator
-    score_head: Callable[[Fields, Fields, int, int], Scorer] | None = None
+    # hf, the backbone's config, ids of the answers -> the head of a reranker that is a generator
+    score_head: Callable[..., Scorer] | None = None
     reranker: Reranker | None = None  # the published ones
     masked_lm: Callable[[Fields], SparseHead] | None = None  # hf -> the head of term weights
     sparse_classes: tuple[str, ...] = ()  # those of `classes` with a head of term weights
@@ -80,6 +82,9 @@ class Family(TensorRules):
     completed: Callable[[Fields, Path], Fields] = lambda hf, folder: hf
     config_rules: Callable[[Fields], Sequence[Rule]] = lambda hf: ()  # hf -> further rules
     built_in: Callable[[Fields], BuiltIn | None] = lambda hf: None  # hf -> own adapters
+    # for a family with a head after each of several layers: hf, whose cutoff_layer may name one ->
+    # patterns of the tensors above that layer
+    unused: Callable[[Fields], Sequence[str]] | None = None
     # hf -> the names of adapters in the folder ADAPTERS; without one the model is not meant to run
     tasks: Callable[[Fields], Sequence[str]] = lambda hf: ()
     # hf, the backbone's width -> a linear layer of the model's own code behind its last norm
@@ -91,10 +96,12 @@ CONVERTERS: dict[str, str] = {
     "bert": "converters.families.bert",
     "bidirectional_pplx_qwen3": "converters.families.qwen3",
     "camembert": "converters.families.roberta",
+    "cost_wise_gemma": "converters.families.cost_wise_gemma",
     "deberta-v2": "converters.families.deberta",
     "distilbert": "converters.families.distilbert",
     "electra": "converters.families.electra",
     "eurobert": "converters.families.eurobert",
+    "gemma": "converters.families.gemma",
     "gemma2": "converters.families.gemma2",
     "gemma3_text": "converters.families.gemma3",
     "gte": "converters.families.gte",
@@ -102,6 +109,7 @@ CONVERTERS: dict[str, str] = {
     "jina_embeddings_v5": "converters.families.jina_v5",
     "llama": "converters.families.llama",
     "llama_bidirec": "converters.families.llama",
+    "minicpm": "converters.families.minicpm",
     "ministral3": "converters.families.ministral3",
     "mistral": "converters.families.mistral",
     "modernbert": "converters.families.modernbert",

@@ -21,6 +21,7 @@ class Options:
     dense_path: str | None = None
     adapters: Mapping[str, Path] = field(default_factory=dict)
     splade: bool = False
+    cutoff_layer: int | None = None  # the last layer to run, of a model with heads for several
 
     def refuse_dense_path(self, source: Path, why: str = "has none") -> None:
         """Raise CheckpointError if a dense path is given: the model in `source` takes none. `why`

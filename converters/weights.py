@@ -178,24 +178,27 @@ def transposed_padded(rows: int, columns: int) -> Transform:
     )
 
 
-def zeros(total: int) -> Transform:
-    """Return a transform from no tensor to `total` zeros, for a bias that a model lacks."""
-    return Transform(lambda: np.zeros(total, np.float32), lambda sources, _: [], dtype="float32")
+def constant(value: float, *shape: int) -> Transform:
+    """Return a transform from no tensor to a parameter of this shape that is `value` everywhere,
+    for one that a model lacks."""
+    return Transform(
+        lambda: np.full(shape, value, np.float32), lambda sources, _: [], dtype="float32"
+    )
 
 
-def difference_of_rows(true_id: int, false_id: int) -> Transform:
+def difference_of_rows(true_id: int, false_id: int | None) -> Transform:
     """Return a transform from a table `[vocab, hidden]` to a float32 weight `[hidden, 1]`.
 
-    The weight is the difference of two rows of the table. So its product with a hidden state is
-    logit(true_id) - logit(false_id).
+    The weight is the difference of two rows of the table, or the first row alone. So its product
+    with a hidden state is logit(true_id) - logit(false_id), or logit(true_id).
     """
 
     def apply(table: np.ndarray) -> np.ndarray:
-        true, false = (table[row].astype(np.float32) for row in (true_id, false_id))
-        return (true - false)[:, None]
+        row = table[true_id].astype(np.float32)
+        return (row if false_id is None else row - table[false_id].astype(np.float32))[:, None]
 
     def misfits(sources: Sequence[Tensor], shape: Shape) -> list[str]:
-        rows = max(true_id, false_id) + 1
+        rows = max(true_id, false_id or 0) + 1
         return [
             f"{source.name}: wanted at least {counted(rows, 'row')} of {shape[0]}, got shape "
             f"{source.shape}"

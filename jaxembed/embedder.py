@@ -66,9 +66,9 @@ class Embedder:
 
     `model` is a directory (Hugging Face's or a converted checkpoint), the URL of a checkpoint in an
     object store, a hub id, or None for all-MiniLM-L6-v2. ModelSource documents `revision`,
-    `offline`, `token`, `dense_path`, `adapters`, `pooling` and `cache_dir`, and LoadedModel the
-    other arguments; both document the errors that loading raises. Each method that computes has a
-    variant for event loops, whose name ends in `_async`.
+    `offline`, `token`, `dense_path`, `cutoff_layer`, `adapters`, `pooling` and `cache_dir`, and
+    LoadedModel the other arguments; both document the errors that loading raises. Each method that
+    computes has a variant for event loops, whose name ends in `_async`.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Embedder:
         offline: bool = False,
         token: str | None = None,
         dense_path: str | None = None,
+        cutoff_layer: int | None = None,
         adapters: Mapping[str, str | Path] | None = None,
         pooling: PoolingChoice | None = None,
         cache_dir: Path | None = None,
@@ -99,6 +100,7 @@ class Embedder:
             token=token,
             cache_dir=cache_dir or default_cache_dir(),
             dense_path=dense_path,
+            cutoff_layer=cutoff_layer,
             adapters={} if adapters is None else adapters,
             pooling=pooling,
         )

@@ -133,10 +133,12 @@ def last_token_classifier(
     return Pooled((pooling,), (_logit_layer(hf, labels),)), (kernel,)
 
 
-def answer_head(hf: dict[str, Any], config: dict[str, Any], true_id: int, false_id: int) -> Scorer:
-    """Return a head for logit(true_id) - logit(false_id) at the last token, and its tensor rules.
-    `hf` is the content of config.json, `config` has the fields of the backbone's config. Only the
-    rows of the two ids are converted from the language model's head."""
+def answer_head(
+    hf: dict[str, Any], config: dict[str, Any], true_id: int, false_id: int | None = None
+) -> Scorer:
+    """Return a head for logit(true_id) - logit(false_id) at the last token, or for logit(true_id)
+    alone, and its tensor rules. `hf` is the content of config.json, `config` has the fields of the
+    backbone's config. Only the rows of these ids are converted from the language model's head."""
     table = "embed_tokens.weight" if hf.get("tie_word_embeddings") else "lm_head.weight"
     difference = difference_of_rows(true_id, false_id)
     kernel = Rule(table, parameter_of("logits", number=0, name="kernel"), difference)

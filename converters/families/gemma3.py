@@ -86,9 +86,8 @@ def gemma_config(
     }
 
 
-def score_head(hf: dict[str, Any], config: dict[str, Any], true_id: int, false_id: int) -> Scorer:
-    """Return a head for logit(true_id) - logit(false_id) at the last token, and its tensor rules.
-    `hf` is the content of config.json, `config` has the fields of the backbone's config. Raises
+def score_head(hf: dict[str, Any], config: dict[str, Any], *answers: int) -> Scorer:
+    """Return the head that `answer_head` makes for these ids, and its tensor rules. Raises
     UnsupportedModel if logits have a soft cap, because then their difference is not linear in the
     hidden state."""
     if hf.get("final_logit_softcapping") is not None:
@@ -97,7 +96,7 @@ def score_head(hf: dict[str, Any], config: dict[str, Any], true_id: int, false_i
             "language model that scores"
         )
     # transformers shares the word embeddings with the head unless config.json says otherwise
-    return answer_head({"tie_word_embeddings": True} | hf, config, true_id, false_id)
+    return answer_head({"tie_word_embeddings": True} | hf, config, *answers)
 
 
 FAMILY = decoder_family(

@@ -13,6 +13,7 @@ from converters import heads
 from converters.family import Family, Reranker, Scorer
 from converters.fields import lookup
 from converters.heads import MODEL_CONFIG, Layout, read_optional_json
+from converters.tokenizers.tokenizer import special_token
 from jaxembed.data.spec import PairTemplate, ScoreFunction, scoring_heads
 from jaxembed.errors import CheckpointError, UnsupportedModel, counted
 from jaxembed.preprocessing.tokenizer import parse_tokenizer
@@ -121,16 +122,13 @@ def reranker_layout(
     if module is not None:
         settings = read_optional_json(module / "config.json")
         answers: Any = settings.get("true_token_id"), settings.get("false_token_id")
-        if answers[1] is None:
-            raise UnsupportedModel(
-                f"{module}: LogitScore without false_token_id is not supported; known: the "
-                "difference of two logits"
-            )
+        if answers[1] is None:  # the score is the logit of the first alone
+            answers = answers[:1]
         terms = config["vocab_size"]
         if not all(isinstance(token, int) and 0 <= token < terms for token in answers):
             raise CheckpointError(
-                f"{module}: true_token_id and false_token_id are {answers[0]!r} and "
-                f"{answers[1]!r}, wanted two ids below {terms}"
+                f"{module}: true_token_id and false_token_id are "
+                f"{' and '.join(map(repr, answers))}, wanted ids below {terms}"
             )
         if template is None and "message" in heads.modalities(backbone):
             raise UnsupportedModel(
@@ -149,8 +147,8 @@ def reranker_layout(
     else:
         raise UnsupportedModel(
             f"{name} is a language model, and nothing says that it embeds or reranks: an embedder "
-            "has a Pooling in modules.json, a reranker has a LogitScore there, and Qwen3-Reranker "
-            "and mxbai-rerank are recognised by their names"
+            "has a Pooling in modules.json, a reranker has a LogitScore there, and Qwen3-Reranker, "
+            "mxbai-rerank and bge-reranker-v2-gemma are recognised by their names"
         )
     assert family.score_head is not None
     scorer = family.score_head(hf, config, *answers)
@@ -180,15 +178,20 @@ def template_of(source: Path, name: str, family: Family) -> PairTemplate | None:
     if published is None:
         return None
     logger.info("%s: pairs are put into the template of %s", name, published.name)
-    return published.template
+    template, bos = published.template, special_token(backbone, "bos_token")
+    if "{bos}" not in template.prefix:
+        return template
+    if bos is None:
+        raise CheckpointError(f"{backbone / 'tokenizer_config.json'} has no bos_token")
+    return msgspec.structs.replace(template, prefix=template.prefix.replace("{bos}", bos))
 
 
 def _published(source: Path, name: str, family: Family) -> Reranker | None:
     """Return the published rerankers of the family if the model is one of them, by its name or its
-    README.md; else None."""
+    README.md; else None. If the family has no other models, it is one."""
     published = family.reranker
-    if published is None:
-        return None
+    if published is None or not published.answers:
+        return published
     readme = source / "README.md"
     text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
     named = any(published.name in one.lower() for one in (Path(name).name, source.name))

@@ -21,7 +21,7 @@ from converters.heads import (
     refuse_chat_template,
     transformer_config,
 )
-from converters.weights import Rule, padded, transposed_padded, zeros
+from converters.weights import Rule, constant, padded, transposed_padded
 from jaxembed.data.spec import Activation, DenseLayer, LayerNormLayer, Vocabulary
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models.heads import padded_terms
@@ -80,7 +80,7 @@ def term_head(
     if bias:
         rules += [Rule(name, "heads.sparse.bias", padded(terms, total)) for name in names]
     else:
-        rules.append(Rule((), "heads.sparse.bias", zeros(total)))
+        rules.append(Rule((), "heads.sparse.bias", constant(0.0, total)))
     return head, tuple(rules)
 
 

@@ -166,6 +166,7 @@ def refuse_options(source: Path, options: Options) -> None:
     """Raise UnsupportedModel for options that a model with images, in `source`, does not take."""
     flags = {
         "--adapter": bool(options.adapters),
+        "--cutoff-layer": options.cutoff_layer is not None,
         "--dense-path": options.dense_path is not None,
         "--pooling splade": options.splade,
     }

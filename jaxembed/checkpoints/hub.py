@@ -191,7 +191,7 @@ def convert_model(source: ModelSource, out: str | Path) -> ModelSpec:
 
 def fetch_source(source: ModelSource) -> SourceFolder:
     """Download the Hugging Face directory of a model with all weights, for use by other libraries.
-    The options `dense_path`, `adapters` and `pooling` of the source are ignored.
+    The options `dense_path`, `cutoff_layer`, `adapters` and `pooling` of the source are ignored.
 
     Raises CheckpointError if the directory cannot be downloaded, or if the model is a converted
     checkpoint, which has no Hugging Face directory.
@@ -207,7 +207,8 @@ def fetch_source(source: ModelSource) -> SourceFolder:
             f"{source.name} is a converted checkpoint, which other libraries cannot read; give the "
             f"model that it was converted from, {made_from}"
         )
-    folder = _source_folder(replace(source, dense_path=None, adapters={}, pooling=None))
+    plain = replace(source, dense_path=None, cutoff_layer=None, adapters={}, pooling=None)
+    folder = _source_folder(plain)
     folder.prepare()
     return folder
 
@@ -334,10 +335,11 @@ def _identity(source: ModelSource, place: str, content: Any) -> tuple[str, str]:
     folders = {name: Path(folder) for name, folder in source.adapters.items()}
     choices = [f"{name}={folder.resolve()}" for name, folder in folders.items()]
     splade = ["splade"] if source.is_splade else []
+    layer = [] if source.cutoff_layer is None else [source.cutoff_layer]
     adapter_files = [(name, _files(folder)) for name, folder in folders.items()]
     return (
-        _entry(source.name, place, source.dense_path, *choices, *splade),
-        _hash(content, source.dense_path, FORMAT_VERSION, *adapter_files),
+        _entry(source.name, place, source.dense_path, *choices, *splade, *layer),
+        _hash(content, source.dense_path, FORMAT_VERSION, *adapter_files, *layer),
     )
 
 
@@ -363,6 +365,7 @@ def _outline(folder: SourceFolder) -> Routes:
         dense_path=folder.source.dense_path,
         adapters=folder.source.adapters,
         splade=folder.source.is_splade,
+        cutoff_layer=folder.source.cutoff_layer,
     )
     return Routes({route: outline.spec for route, outline in routes.items()}, default)
 
@@ -508,6 +511,7 @@ def _converted(folder: SourceFolder, out: Path) -> ModelSpec:
         dense_path=folder.source.dense_path,
         adapters=folder.source.adapters,
         splade=folder.source.is_splade,
+        cutoff_layer=folder.source.cutoff_layer,
     )
 
 

@@ -30,9 +30,10 @@ class ModelSource:
 
     `dense_path` is the folder of a Dense module that replaces the model's own Dense module.
     `adapters` are folders of low-rank adapters, by the names that requests use; they are converted
-    with the model. The `pooling` "splade" converts a masked language model to a sparse encoder;
-    other poolings have no effect before the model is loaded. Raises CheckpointError for an empty
-    `model`, and for adapters without a usable name or folder.
+    with the model. `cutoff_layer` is the last layer to run, of a reranker with a head after each of
+    several layers; None means all layers. The `pooling` "splade" converts a masked language model
+    to a sparse encoder; other poolings have no effect before the model is loaded. Raises
+    CheckpointError for an empty `model`, and for adapters without a usable name or folder.
     """
 
     model: str | None = None
@@ -41,6 +42,7 @@ class ModelSource:
     token: str | None = field(default=None, repr=False)
     cache_dir: Path = field(default_factory=default_cache_dir)
     dense_path: str | None = None
+    cutoff_layer: int | None = None
     adapters: Mapping[str, str | Path] = field(default_factory=dict)
     pooling: PoolingChoice | None = None
 
@@ -86,9 +88,9 @@ class ModelSource:
         return folder.resolve()
 
     def refuse_choices(self, checkpoint: str | Path) -> None:
-        """Raise CheckpointError if the source has a revision, a dense path or adapters. Call this
-        for a model that is converted already, where these options have no effect. `checkpoint` is
-        its name in the message."""
+        """Raise CheckpointError if the source has a revision, a dense path, a cut-off layer or
+        adapters. Call this for a model that is converted already, where these options have no
+        effect. `checkpoint` is its name in the message."""
         if self.revision is not None:
             raise CheckpointError(
                 f"{checkpoint} is a converted checkpoint, which has no revisions; leave out the "
@@ -96,6 +98,7 @@ class ModelSource:
             )
         for choice, is_set in (
             ("the dense path", self.dense_path is not None),
+            ("--cutoff-layer", self.cutoff_layer is not None),
             ("--adapter", bool(self.adapters)),
         ):
             if is_set:

@@ -47,6 +47,7 @@ def model_source(model: str | None, flags: dict[str, Any]) -> ModelSource:
         token=flags["hf_token"],
         cache_dir=flags["cache_dir"],
         dense_path=flags["dense_path"],
+        cutoff_layer=flags["cutoff_layer"],
         adapters=flags["adapter"],
         pooling=flags["pooling"] and POOLING_CHOICES[flags["pooling"]],
     )

@@ -233,6 +233,12 @@ MODEL_OPTIONS = section(
         help="Folder of the Dense module to use instead of the one that modules.json names.",
     ),
     click.option(
+        "--cutoff-layer",
+        type=click.IntRange(min=1),
+        help="Last layer to run, of a reranker with a head after each of several layers (default: "
+        "all layers).",
+    ),
+    click.option(
         "--adapter",
         multiple=True,
         metavar="NAME=DIR",

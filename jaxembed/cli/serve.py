@@ -24,6 +24,7 @@ _CONVERT = "convert that model with `jaxembed convert {flag}`, and serve the con
 SINGLE_MODEL_FLAGS = {  # flags for a single model, and what to do instead for several models
     "revision": _CONVERT,
     "dense_path": _CONVERT,
+    "cutoff_layer": _CONVERT,
     "adapter": _CONVERT,
     "pooling": _ALONE,
     "buckets": _ALONE,

@@ -45,7 +45,7 @@ def verify_command(
     The exit status is 0 if all differences are within the bounds, 1 if not, and 2 if the model
     could not be compared.
     """
-    for flag in ("pooling", "dense_path", "adapter"):
+    for flag in ("pooling", "dense_path", "cutoff_layer", "adapter"):
         if flags[flag]:
             name = "--" + flag.replace("_", "-")
             raise click.UsageError(

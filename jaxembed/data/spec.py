@@ -230,8 +230,9 @@ class PairTemplate(msgspec.Struct, frozen=True):
     """The prompt by which a language model judges whether a document answers a query.
 
     `prefix`, `first`, `second` and `suffix` are tokenized separately, without the tokenizer's
-    special tokens, and the ids are concatenated in this order. `first` contains {query}, and
-    {instruction} if the model takes an instruction. `second` contains {document}.
+    special tokens, and the ids are concatenated in this order. The ids of `separator` follow those
+    of `first` and of `second`. `first` contains {query}, and {instruction} if the model takes an
+    instruction. `second` contains {document}.
     """
 
     prefix: str
@@ -241,6 +242,7 @@ class PairTemplate(msgspec.Struct, frozen=True):
     instruction: str  # the instruction for requests that give none
     # The share (0 to 1) of the token limit that `first` may take if a pair is truncated.
     query_share: float = 1.0
+    separator: str = ""
 
     @property
     def takes_instruction(self) -> bool:

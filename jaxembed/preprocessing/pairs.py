@@ -97,10 +97,11 @@ def template_frame(template: PairTemplate, tokenize: Callable[[str], Sequence[in
     for part, placeholder in ((template.first, "{query}"), (template.second, "{document}")):
         if placeholder not in part:
             raise CheckpointError(f"the template for pairs has no {placeholder} in {part!r}")
+    separator = tokenize(template.separator)
     return Frame(
         before=np.array(tokenize(template.prefix), np.int32),
-        between=np.zeros(0, np.int32),
-        after=np.array(tokenize(template.suffix), np.int32),
+        between=np.array(separator, np.int32),
+        after=np.array([*separator, *tokenize(template.suffix)], np.int32),
         template=template,
     )
 

@@ -247,6 +247,7 @@ def test_logit_score_and_a_chat_template_say_how_a_pair_is_asked(tmp_path, caplo
         "prefix": "<|im_start|>system\nIs it so?<|im_end|>\n<|im_start|>user\n",
         "first": "Task: {instruction}\nQuery = {query}\nDocument =",
         "second": " {document}",
+        "separator": "",
         "suffix": "<|im_end|>",  # jinja2 drops a last newline
         "instruction": "search",
         "query_share": 1.0,
@@ -338,12 +339,17 @@ def test_an_embedder_that_puts_texts_into_a_chat_template_is_refused(tmp_path):
 
 def test_ids_of_logit_score_are_checked(tmp_path):
     source = write(tmp_path / "source")
-    write_logit_score(source, false_id=None)
-    with pytest.raises(UnsupportedModel, match="without false_token_id"):
-        converted(source)
     write_logit_score(source, false_id=len(TOKENS))
-    with pytest.raises(CheckpointError, match=f"wanted two ids below {len(TOKENS)}"):
+    with pytest.raises(CheckpointError, match=f"wanted ids below {len(TOKENS)}"):
         converted(source)
+
+
+def test_without_false_token_id_the_score_is_the_logit_of_one_answer(tmp_path):
+    source = write(tmp_path / "source")
+    write_logit_score(source, false_id=None)
+    _, parameters = converted(source)
+    table = parameters["tower.embeddings.word.embedding"]
+    np.testing.assert_array_equal(parameters[KERNEL][:, 0], table[YES])
 
 
 @pytest.mark.parametrize(

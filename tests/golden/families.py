@@ -164,6 +164,13 @@ def gemma_pieces(folder: Path) -> Any:
     return transformers.GemmaTokenizer(vocab=vocabulary, merges=merges, add_eos_token=True)
 
 
+def gemma_words(folder: Path) -> Any:
+    """As Gemma 1's, which has a token for Yes."""
+    vocabulary, merges = word_pieces(GEMMA_SPECIAL)
+    vocabulary["Yes"] = len(vocabulary)
+    return transformers.GemmaTokenizer(vocab=vocabulary, merges=merges)
+
+
 def mistral_pieces(folder: Path) -> Any:
     """As e5-mistral's: the same with a blank before each text."""
     vocabulary, merges = word_pieces(MISTRAL_SPECIAL)
@@ -380,6 +387,14 @@ FAMILIES = {
         QWEN,
         sized(18, 3, 3, 37, 41, num_key_value_heads=1, rms_norm_eps=1e-2, is_causal=False),
         partial(qwen_bytes, add_eos_token=True),  # as gte-Qwen2's
+    ),
+    "gemma": Family(
+        *classes("Gemma", "CausalLM"),
+        WIDE | {"vocab_size": len(word_pieces(GEMMA_SPECIAL)[0]) + 1},
+        DECODER_ODD
+        | {"attention_bias": True, "hidden_act": "silu", "is_causal": False}
+        | {"rope_parameters": LINEAR},
+        gemma_words,
     ),
     "gemma2": Family(
         *classes("Gemma2", "CausalLM"),

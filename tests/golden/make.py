@@ -41,7 +41,7 @@ from sentence_transformers.sentence_transformer import modules
 
 sys.path.append(str(Path(__file__).parents[1]))  # as for pytest: run as a script, this is "golden"
 
-from golden import colbert, m3, own_code, splade
+from golden import baai, colbert, m3, own_code, splade
 from golden.families import FAMILIES, SEED, WORDS, Family, class_of, randomise, save_tower
 
 HERE = Path(__file__).parent
@@ -59,6 +59,7 @@ TEXTS = [
     " ".join(WORDS) + " where is the red dog and how is the sky",  # over every limit here
 ]
 
+QUESTION = "Where is the red dog?"
 PROMPTS = {"query": "query: ", "document": "what is the document: "}
 
 
@@ -152,6 +153,14 @@ CHAT = (
 
 
 @dataclass(frozen=True)
+class Judge:
+    """A language model that reranks. `save` writes it into a folder, and returns what torch gives
+    for a query and a document: a logit."""
+
+    save: Callable[[Path], Callable[[str, str], float]]
+
+
+@dataclass(frozen=True)
 class Head:
     """What scores. Saved by transformers alone, or as a CrossEncoder with its files around it."""
 
@@ -198,7 +207,7 @@ SEARCH_PROMPTS = {"query": "search_query: ", "document": "search_document: "}
 GEMMA_PROMPTS = {"query": "task: the | query: ", "document": "what: of | how: "}
 QWEN_PROMPTS = {"query": "Instruct: how is the sky\nQuery:", "document": ""}
 
-CASES: dict[str, Case | Static | Outputs] = {
+CASES: dict[str, Case | Static | Outputs | Judge] = {
     "bert_mean": Case("mean", NORMALIZED, prompts=PROMPTS),
     "bert_odd_cls": odd("bert", "cls", NORMALIZED, masked_lm=True),
     "bert_half_max": Case("max", (Dense(9),), prompts=PROMPTS, tower_dtype="float16"),
@@ -288,6 +297,7 @@ CASES: dict[str, Case | Static | Outputs] = {
     "qwen2_odd_mean": odd("qwen2", "mean", (Dense(24, "Identity"),)),
     "static_bert": Static(NORMALIZED, PROMPTS),
     "static_xlm_roberta": Static((Dense(12), NORMALIZE), family="xlm_roberta", folded=True),
+    "gemma_odd_lasttoken": odd("gemma", "lasttoken", NORMALIZED),
     "gemma2_lasttoken": Case("lasttoken", NORMALIZED, family="gemma2"),
     "gemma2_odd_mean": odd("gemma2", max_seq_length=41, masked_lm=True),
     "gemma3_mean": Case(
@@ -327,6 +337,9 @@ CASES: dict[str, Case | Static | Outputs] = {
     ),
     "qwen3_voyage": Outputs(own_code.save_voyage, ("dense",), OF_PROMPTS),
     "qwen3_pplx": Outputs(own_code.save_pplx, ("dense",)),
+    "gemma_reranker": Judge(baai.save_gemma),
+    "minicpm_layerwise": Judge(baai.save_minicpm),
+    "gemma2_lightweight": Judge(baai.save_lightweight),
 }
 
 
@@ -449,13 +462,17 @@ def sequences(case: Case) -> tuple[list[np.ndarray], list[np.ndarray]]:
     return ids, types
 
 
+def rerank_calls() -> list[dict[str, Any]]:
+    asked = {"method": "rerank", "query": QUESTION, "documents": TEXTS}
+    return [asked | {"options": options} for options in ({}, {"raw_scores": True})]
+
+
 def calls(case: Case) -> list[dict[str, Any]]:
     """In jaxembed's words: method, inputs, options."""
     if case.head is None:
         return _embedding_calls(case)
     if len(case.head.labels) == 1:
-        asked = {"method": "rerank", "query": "Where is the red dog?", "documents": TEXTS}
-        return [asked | {"options": options} for options in ({}, {"raw_scores": True})]
+        return rerank_calls()
     pairs = list(zip(TEXTS, TEXTS[1:] + TEXTS[:1], strict=True))[:-1]
     return [
         {"method": "classify", "inputs": inputs, "options": options}
@@ -586,12 +603,26 @@ def make_outputs(case: Outputs) -> dict[str, np.ndarray]:
     return golden
 
 
-def make(case: Case | Static | Outputs) -> dict[str, np.ndarray]:
+def make_judge(case: Judge) -> dict[str, np.ndarray]:
+    """The arrays of a golden of a language model that reranks, without hidden states."""
+    asked = rerank_calls()
+    golden: dict[str, np.ndarray] = {"calls": np.array(json.dumps(asked))}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        judge = case.save(folder)
+        logits = np.array([[judge(QUESTION, text)] for text in TEXTS], np.float32)
+        golden |= {"scores/0": 1 / (1 + np.exp(-logits)), "scores/1": logits}
+        return golden | dict(_source(folder))
+
+
+def make(case: Case | Static | Outputs | Judge) -> dict[str, np.ndarray]:
     """The arrays of a golden."""
     if isinstance(case, Static):
         return make_static(case)
     if isinstance(case, Outputs):
         return make_outputs(case)
+    if isinstance(case, Judge):
+        return make_judge(case)
     ids, types = sequences(case)
     pairs = list(zip(ids, types, strict=True))
     asked = calls(case)

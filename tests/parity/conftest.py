@@ -3,16 +3,17 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from weakref import WeakSet
 
 import jax
 import pytest
 
 from jaxembed import Embedder, EngineConfig
-from jaxembed.data.spec import DType, PoolingChoice
+from jaxembed.data.spec import DType
 
 _AGREEMENT = "agreement"  # a property of tests, which pytest-xdist sends along
 
@@ -77,7 +78,7 @@ def _note(request) -> Note:
 
 @pytest.fixture(name="make_embedder", scope="module")
 def _make_embedder(tmp_path_factory) -> Iterator[MakeEmbedder]:
-    """Embedder(source) on one device with the given buckets; closed after the module."""
+    """Embedder(source, **options) on one device with the given buckets; closed after the module."""
     opened: WeakSet[Embedder] = WeakSet()
     cache = tmp_path_factory.mktemp("cache")
 
@@ -85,16 +86,13 @@ def _make_embedder(tmp_path_factory) -> Iterator[MakeEmbedder]:
         source: Path,
         buckets: Sequence[tuple[int, int]],
         dtype: DType | None = "float32",
-        adapters: Mapping[str, Path] | None = None,
-        pooling: PoolingChoice | None = None,
+        **options: Any,
     ) -> Embedder:
         grid = tmp_path_factory.mktemp("grid") / "buckets.json"
         grid.write_text(json.dumps({"buckets": buckets}))
         budget = max(rows * length for rows, length in buckets)
         config = EngineConfig(dtype=dtype, devices=1, buckets=grid, max_batch_tokens=budget)
-        embedder = Embedder(
-            str(source), cache_dir=cache, config=config, adapters=adapters, pooling=pooling
-        )
+        embedder = Embedder(str(source), cache_dir=cache, config=config, **options)
         opened.add(embedder)
         return embedder
 

@@ -72,6 +72,9 @@ SIZES: dict[tuple[str, str], dict[str, Any]] = {
         *(1024, 2, 16, 3072), keys=8, words=151669, head_dim=128, rope_parameters=UNSCALED
     ),
     ("qwen2", "1536x2"): decoder(1536, 2, 12, 8960, keys=2, **UNMASKED, rope_parameters=UNSCALED),
+    ("gemma", "2048x2"): decoder(
+        *(2048, 2, 8, 16384), keys=1, head_dim=256, words=32000, rope_parameters=UNSCALED_4
+    ),
     # but for the number of tokens and the window, as bge-multilingual-gemma2
     ("gemma2", "3584x2"): decoder(*(3584, 2, 16, 14336), keys=8, attn_logit_softcapping=50.0)
     | GEMMA,

@@ -152,6 +152,12 @@ class RefusedFields(msgspec.Struct, kw_only=True):
     activation: Annotated[Any, _ACTIVATION] = None
     softmax: Annotated[Any, _ACTIVATION] = None
     labels: Annotated[Any, Unserved("the checkpoint defines the labels")] = None
+    cutoff_layers: Annotated[
+        Any, Unserved("the conversion chooses the layer, by --cutoff-layer")
+    ] = None
+    compress_ratio: Annotated[Any, Unserved("tokens are not compressed", (1,))] = None
+    compress_layer: Annotated[Any, Unserved("tokens are not compressed")] = None
+    compress_layers: Annotated[Any, Unserved("tokens are not compressed")] = None
     rank_fields: Annotated[Any, Unserved("documents are ranked by `text`", (["text"],))] = None
     max_chunks_per_doc: Annotated[Any, Unserved(_RERANKS, (1,))] = None
     overlap_tokens: Annotated[Any, Unserved(_RERANKS, (0,))] = None
