@@ -88,7 +88,7 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
     processor = read_optional_json(source / "processor_config.json")
     bos, pad = tokenizer.special("bos_token"), tokenizer.special("pad_token")
     # what colpali-engine, whose text of a page has a second bos, and transformers put around texts
-    before, prefix, end = (bos, "", "") if engine_class(vlm) else ("", QUERY_PREFIX, "\n")
+    before, prefix, end = (bos, "", "") if engine_class(hf) else ("", QUERY_PREFIX, "\n")
     prompt = processor.get("query_prefix", prefix)
     page = bos + before + processor.get("visual_prompt_prefix", "Describe the image.") + "\n"
     rules = msgspec.structs.replace(rules, token_id=image_id, after=tuple(tokenizer.ids(page)))

@@ -132,7 +132,7 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
         rules, token_id=image_id, before=tuple(page[:at]), after=tuple(page[at + 1 :])
     )
     # what colpali-engine and what transformers put around a query
-    prefix, end = ("", "") if engine_class(vlm) else (QUERY_PREFIX, "\n")
+    prefix, end = ("", "") if engine_class(hf) else (QUERY_PREFIX, "\n")
     prompt = processor.get("query_prefix") or prefix
     limit, positions = max_tokens(rules), lm["max_positions"]
     if limit > positions:

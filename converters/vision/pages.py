@@ -28,6 +28,7 @@ ENGINE_CLASSES = {"ColPali": COLPALI, "ColQwen2": COLQWEN, "ColQwen2_5": COLQWEN
 # The converters; their `outline(source, hf, options)` describes a model.
 PAGE_READERS = {COLPALI: "converters.vision.colpali", COLQWEN: "converters.vision.colqwen"}
 
+KEPT = ("architectures", "dtype", "torch_dtype", "embedding_dim")  # keys outside of vlm_config
 PARTS = ("weight", "bias")
 QUERY = "query"
 AUGMENTATION_TOKENS = 10  # number of augmentation tokens after a query
@@ -45,7 +46,8 @@ def is_pages(source: Path) -> bool:
 def engine_class(hf: Mapping[str, Any]) -> str | None:
     """Return the class of colpali-engine that a config.json names, or None."""
     classes = hf.get("architectures")
-    return next((one for one in ENGINE_CLASSES if one in (classes or ())), None)
+    names = classes if isinstance(classes, list) else ()
+    return next((one for one in ENGINE_CLASSES if one in names), None)
 
 
 def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str | None]:
@@ -56,11 +58,11 @@ def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str |
     scheme_of(hf)  # raises for what is not supported
     own = engine_class(hf)
     if own is not None:  # as transformers nests the configs
-        kept = {key: hf[key] for key in ("dtype", "torch_dtype", "embedding_dim") if key in hf}
+        kept = {key: hf[key] for key in KEPT if key in hf}
         hf = kept | {"model_type": ENGINE_CLASSES[own], "vlm_config": hf}
     kind = hf["model_type"]
     for architecture in hf.get("architectures") or ():
-        refuse_unknown(f"{kind} architecture", architecture, CLASSES[kind])
+        refuse_unknown(f"{kind} architecture", architecture, (*CLASSES[kind], *ENGINE_CLASSES))
     return {"": import_module(PAGE_READERS[kind]).outline(source, hf, options)}, ""
 
 

@@ -18,6 +18,7 @@ from sources import HIDDEN, Tensors, change_json, write_json
 from test_adapter_conversion import QUERY, write_adapter
 from test_golden import FILES, read, write_source
 
+from converters import outline
 from jaxembed.checkpoints import checkpoint, hub
 from jaxembed.checkpoints.source import ModelSource
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
@@ -154,6 +155,11 @@ def test_a_model_of_pages_may_be_an_adapter_of_colpali_engine(family, prefix, in
     spec = hub.describe_model(ModelSource(str(adapter), cache_dir=tmp_path / "cache")).main
     assert (spec.architecture, spec.prompts) == ("pages", {"query": ""})
     assert_merged(base, adapter, names)
+
+
+def test_the_class_that_a_nested_config_names_does_not_count(tmp_path):
+    folder = colqwen_sources.write_colqwen(tmp_path, architectures=["ColQwen2"])
+    assert outline(folder).spec.prompts == {"query": "Query: "}
 
 
 def test_files_of_the_adapter_come_before_those_of_its_base(base, adapter, tmp_path):
