@@ -14,6 +14,7 @@ products of its layers, in turn with the others; each row of a batch takes anoth
 `times_plain` is the median ratio of a run with adapters to the run without before it.
 """
 
+import math
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
@@ -130,7 +131,7 @@ def measure(
         calls.insert(1, adapted(bucket, planes))
     times, *with_adapters, least = report.timed_in_turn(calls, runs)
     flops = subject.useful_flops(model.spec, model.program, lengths)
-    products_flops = 2.0 * bucket.tokens * sum(a * b for a, b in subject.kernels(model.program))
+    products_flops = 2.0 * bucket.tokens * sum(map(math.prod, model.program.products))
     row = {
         "bucket": str(bucket),
         "tokens": bucket.tokens,
@@ -184,11 +185,16 @@ def products(model: Subject, dtype: DType, tokens: int, device: Any, native_layo
     at once, and on a CPU new memory costs more than the products.
     """
     draw = np.random.default_rng(0)
-    shapes = subject.kernels(model.program)
+    shapes = model.program.products
     weights = [_placed(draw, shape, dtype, device) for shape in shapes]
     first = _placed(draw, (tokens, shapes[0][0]), dtype, device)
     if native_layout:
-        weights = [jax.device_put(native.packed(np.asarray(weight)), device) for weight in weights]
+        weights = [
+            jax.device_put(native.packed(np.asarray(weight)), device)
+            if native.is_packable(".kernel", weight.shape, dtype)
+            else weight
+            for weight in weights
+        ]
 
     def run(weights, x):
         for weight, (width, _) in zip(weights, shapes, strict=True):
@@ -211,8 +217,8 @@ def _of_width(x: jax.Array, width: int) -> jax.Array:
     return jnp.tile(x, (1, -(-width // x.shape[1])))[:, :width]
 
 
-def _placed(draw: np.random.Generator, shape: tuple[int, int], dtype: DType, device: Any):
-    """A random matrix on the device."""
+def _placed(draw: np.random.Generator, shape: tuple[int, ...], dtype: DType, device: Any):
+    """A random weight on the device."""
     values = draw.standard_normal(shape, np.float32) * shape[0] ** -0.5
     return jax.device_put(values.astype(jnp.dtype(dtype)), device)
 

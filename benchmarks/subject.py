@@ -4,6 +4,7 @@ Random weights run as fast as real ones, because the shapes are equal and speed 
 values.
 """
 
+import math
 import os
 import zlib
 from argparse import ArgumentParser, Namespace
@@ -67,6 +68,16 @@ NOMIC_BASE = _BASE | {
     "attention_bias": False,
     "up_bias": False,
     "down_bias": False,
+}
+NOMIC_MOE = _BASE | {  # nomic-embed-text-v2-moe
+    "vocab_size": 250048,
+    "max_positions": 2048,
+    "type_vocab_size": 1,
+    "norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "expert_layers": list(range(1, 12, 2)),
+    "experts": 8,
+    "active_experts": 2,
 }
 GTE_BASE = _BASE | {  # gte-base-en-v1.5
     "max_positions": 8192,
@@ -211,6 +222,7 @@ SIZES: dict[str, tuple[str, dict[str, Any], Pooling]] = {
     "xlm-r-large": ("bert", XLM_R_LARGE, "cls"),
     "mpnet-base": ("bert", MPNET_BASE, "mean"),
     "nomic-base": ("bert", NOMIC_BASE, "mean"),
+    "nomic-moe": ("bert", NOMIC_MOE, "mean"),
     "gte-base": ("bert", GTE_BASE, "cls"),
     "jina-v2-base": ("bert", JINA_V2_BASE, "mean"),
     "t5-base": ("t5", T5_BASE, "mean"),
@@ -225,7 +237,7 @@ SIZES: dict[str, tuple[str, dict[str, Any], Pooling]] = {
 }
 
 
-BY_LAYER = {"global_layers", "local_layers"}  # fields that list numbers of layers
+BY_LAYER = {"expert_layers", "global_layers", "local_layers"}  # fields that list numbers of layers
 
 
 @dataclass(frozen=True)
@@ -350,12 +362,6 @@ def spec_of(size: str, layers: int = 0, **changes: Any) -> ModelSpec:
     )
 
 
-def kernels(model: Program) -> list[tuple[int, int]]:
-    """The shape of every weight that each token is multiplied with, in the order of layers."""
-    shapes = model.shapes.items()
-    return [(s.shape[0], s.shape[1]) for name, s in shapes if name.endswith(".kernel")]
-
-
 def useful_flops(spec: ModelSpec, model: Program, lengths: Sequence[int] | np.ndarray) -> float:
     """The floating-point operations that sequences of these lengths need.
 
@@ -363,7 +369,7 @@ def useful_flops(spec: ModelSpec, model: Program, lengths: Sequence[int] | np.nd
     and padding are not counted.
     """
     tokens = np.asarray(lengths, np.float64)
-    products = 2.0 * sum(rows * columns for rows, columns in kernels(model))
+    products = 2.0 * sum(map(math.prod, model.products))
     return float(products * tokens.sum()) + attention_flops(spec, lengths)
 
 

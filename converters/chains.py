@@ -21,7 +21,6 @@ from converters.heads import Layout
 from converters.outline import Options, Outline, Reader, check_comparable, spec_of
 from converters.quantized import scheme_of
 from converters.tokenizers import tokenizer
-from converters.vision import pages
 from jaxembed.checkpoints import checkpoint
 from jaxembed.checkpoints.source import adapter_folders
 from jaxembed.errors import CheckpointError, UnsupportedModel
@@ -181,17 +180,9 @@ def _family(backbone: Path) -> tuple[Family, dict[str, Any]]:
     """Return the family that converts the config.json in a folder, and that config, checked, with
     the fields that the family reads from other files.
 
-    Raises CheckpointError if there is no config.json, and UnsupportedModel for an adapter, for an
-    unknown model_type or class, and for weights quantized in an unknown way.
+    Raises CheckpointError if there is no config.json, and UnsupportedModel for an unknown
+    model_type or class, and for weights quantized in an unknown way.
     """
-    adapter = backbone / "adapter_config.json"
-    if adapter.is_file():
-        base = heads.read_optional_json(adapter).get("base_model_name_or_path")
-        pages.refuse_adapter(backbone, str(base))
-        raise UnsupportedModel(
-            f"{backbone} is an adapter of {base or 'another model'}; serve that with "
-            f"--adapter NAME={backbone}"
-        )
     hf = heads.read_optional_json(backbone / "config.json")
     if not hf and (backbone / checkpoint.MANIFEST).is_file():
         raise CheckpointError(

@@ -71,6 +71,7 @@ class Outline:
     tokenizer: bytes  # the content of tokenizer.json
     built_in: BuiltIn | None = None  # adapters among the model's own tensors; first in the spec
     adapters: tuple[AdapterSource, ...] = ()  # other adapters, in the order of the spec
+    merged: Path | None = None  # the folder of an adapter that is merged into the backbone
 
 
 @dataclass(frozen=True)

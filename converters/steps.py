@@ -10,7 +10,7 @@ from typing import cast
 import msgspec
 
 from converters import weights
-from converters.features.adapters import plan_adapters, without_built_in
+from converters.features.adapters import merged_into, plan_adapters, without_built_in
 from converters.outline import Outline
 from converters.quantized import folded
 from converters.weights import Step
@@ -50,6 +50,9 @@ def contents(model: Outline, progress: ConversionProgress) -> Contents:
     main = source / layout.backbone
     backbone = folded(spec.source, main, base.find(main), spec.dtype)
     tensors = weights.canonical(spec.source, backbone, base.prefixes, base.renames)
+    ignored = [*base.ignored, *layout.ignored]
+    if model.merged is not None:
+        tensors = merged_into(tensors, spec.source, model.merged, base, ignored)
     adapter_sources = list(model.adapters)
     if model.built_in is not None:
         tensors, built_in = without_built_in(spec.source, model.built_in, base.ignored, tensors)
@@ -60,9 +63,7 @@ def contents(model: Outline, progress: ConversionProgress) -> Contents:
         tensors |= weights.within(name, weights.torch_file(source / name))
     plain_spec = msgspec.structs.replace(spec, adapters=())
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(plain_spec).items()}
-    steps = weights.plan_steps(
-        spec.source, base.rules, [*base.ignored, *layout.ignored], tensors, shapes
-    )
+    steps = weights.plan_steps(spec.source, base.rules, ignored, tensors, shapes)
     steps += plan_adapters(spec.source, base.rules, tensors, shapes, adapter_sources, spec.adapters)
     steps.sort(key=lambda step: step.size)  # smallest first, as in plan_steps
     elements: Counter[str] = Counter()

@@ -131,18 +131,13 @@ one_plus = Transform(  # bfloat16 would lose bits of the weight
 )
 
 
-def rows_of(start: int, stop: int, *, turned: bool = False) -> Transform:
-    """Return a transform that takes the rows from `start` to before `stop` of a vector or a table.
-    With `turned` each row becomes a column of a weight."""
+def rows_of(start: int, stop: int, total: int, *, turned: bool = False) -> Transform:
+    """Return a transform that takes the rows from `start` to before `stop` of a vector or a table
+    with `total` rows. With `turned` each row becomes a column of a weight."""
 
-    def misfits(sources: Sequence[Tensor], shape: Shape) -> list[str]:
-        wanted = shape[::-1] if turned else shape  # the shape of the rows in the source
-        return [
-            f"{source.name}: wanted at least {counted(stop, 'row')} of {wanted[1:]}, got "
-            f"{source.shape}"
-            for source in sources
-            if source.shape[1:] != wanted[1:] or source.shape[0] < stop or wanted[0] != stop - start
-        ]
+    def misfits(sources: Sequence[Tensor], wanted: Shape) -> list[str]:
+        rows, *others = wanted[::-1] if turned else wanted  # the shape of the rows in the source
+        return check_shape(sources, (rows - (stop - start) + total, *others))
 
     return Transform(lambda x: _transpose(x[start:stop]) if turned else x[start:stop], misfits)
 

@@ -174,6 +174,7 @@ TOWERS: dict[str, dict[str, Any]] = {
         attention_bias=False,
         down_bias=False,
     ),
+    "nomic_moe": _bert(rope_theta=10_000.0, expert_layers=[1], experts=4, active_experts=2),
     "gte": _bert(
         **_GATED,
         type_vocab_size=0,

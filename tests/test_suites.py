@@ -20,7 +20,10 @@ def _suites():
 
 
 def test_a_family_needs_its_own_parity_and_documents_need_nothing(suites):
-    assert suites.needed(["converters/families/nomic_bert.py"]) == ["numerics", "parity nomic_bert"]
+    assert suites.needed(["converters/families/nomic_bert.py"]) == [
+        "numerics",
+        "parity nomic_bert nomic_moe",
+    ]
     assert suites.needed(["docs/library.md", "tests/preprocessing/test_text.py"]) == []
     both = suites.needed(
         ["converters/families/t5.py", "jaxembed/bulk/run.py", "tests/parity/test_m3.py"]

@@ -1,16 +1,25 @@
-"""Converts NomicBERT v1 and v1.5: BERT with rotary positions and a gated MLP.
+"""Converts NomicBERT: BERT with rotary positions. The MLPs of v1 and v1.5 are gated; those of
+v2-moe are not, and every second one has routed experts.
 
 It reads the config.json of the model's own code, that of transformers 5, and files with the keys of
 both. All name tensors alike.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from converters.families import bert
 from converters.families.rope import rope_fields, rope_parameters
 from converters.family import Family
-from converters.fields import activation_of, either, even_head_width, lookup, refuse_unless
-from converters.weights import Rule, concatenate, concatenate_transposed, transpose
+from converters.fields import (
+    HF_ACTIVATIONS,
+    activation_of,
+    either,
+    even_head_width,
+    lookup,
+    refuse_unless,
+)
+from converters.weights import Rule, concatenate, concatenate_transposed, rows_of, transpose
 from jaxembed.data.spec import Activation
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
@@ -43,11 +52,15 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     "rotary_emb_fraction": (1.0,),
     "rotary_emb_interleaved": (False,),
     "rotary_emb_scale_base": (None,),
-    "num_experts": (0, None),
-    "moe_every_n_layers": (0, None),
+    "num_shared_experts": (0, None),
+    "expert_choice_router": (False, None),
+    "moe_normalize_expert_weights": (False, None),
 }
 
+EXPERTS = ("num_experts", "moe_top_k", "moe_every_n_layers")
+
 GATED_ACTIVATIONS: dict[str, Activation] = {"swiglu": "silu", "geglu": "gelu"}
+ACTIVATIONS = GATED_ACTIVATIONS | HF_ACTIVATIONS
 
 TRAINED = 2048  # default of max_trained_positions, in tokens
 
@@ -57,14 +70,21 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     refuse_unless(hf, SWITCHES)
     sizes = _sizes(hf)
     multiple = hf.get("pad_vocab_size_multiple") or 1  # vocab_size is rounded up to it
-    # the activation of the gate; activation_function is swiglu or geglu
-    gate = hf.get("activation_function")
-    gate_act = "silu" if gate is None else lookup("activation_function", gate, GATED_ACTIVATIONS)
-    activation = activation_of(hf, "hidden_act", default=gate_act)
-    if gate is not None and activation != gate_act:
+    # activation_function is swiglu or geglu if the MLP is gated; hidden_act is that of the gate
+    named = hf.get("activation_function")
+    named_act = "silu" if named is None else lookup("activation_function", named, ACTIVATIONS)
+    activation = activation_of(hf, "hidden_act", default=named_act)
+    if named is not None and activation != named_act:
         raise CheckpointError(
-            f"config.json: activation_function is {gate!r} and hidden_act {hf['hidden_act']!r}, "
+            f"config.json: activation_function is {named!r} and hidden_act {hf['hidden_act']!r}, "
             "which must agree"
+        )
+    is_gated = named is None or named in GATED_ACTIVATIONS
+    experts = _experts(hf, sizes["num_layers"])
+    if experts and is_gated:
+        raise UnsupportedModel(
+            f"activation_function {named!r} with num_experts is not supported; known: "
+            f"{', '.join(HF_ACTIVATIONS)}"
         )
     # the base of the rotary angles, and how they are scaled
     base, factor = hf.get("rotary_emb_base"), hf.get("rotary_scaling_factor")
@@ -93,11 +113,44 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
         "norm_eps": either(hf, "layer_norm_epsilon", "layer_norm_eps", 1e-12),
         "activation": activation,
         "attention_bias": bool(hf.get("qkv_proj_bias")),
-        "gated": True,
+        "gated": is_gated,
         "up_bias": bool(hf.get("mlp_fc1_bias")),
         "down_bias": bool(hf.get("mlp_fc2_bias")),
         **rope,
+        **experts,
     }
+
+
+def _experts(hf: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Return the fields of BertConfig for routed experts, or none if the model has none. Every
+    layer whose number is 1 modulo moe_every_n_layers has them. Raises UnsupportedModel and
+    CheckpointError."""
+    experts, active, every = (hf.get(key) or 0 for key in EXPERTS)
+    if not experts or not every:
+        return {}
+    if every == 1:
+        raise UnsupportedModel("moe_every_n_layers 1 is not supported; known: 2 or more")
+    if not 1 <= active <= experts:
+        raise CheckpointError(
+            f"config.json: moe_top_k is {active}, wanted 1 to {experts}, which is num_experts"
+        )
+    return {
+        "expert_layers": list(range(1, layers, every)),
+        "experts": experts,
+        "active_experts": active,
+    }
+
+
+def _expert_rules(hf: dict[str, Any]) -> Iterator[Rule]:
+    """Yield the rules for the weights of each expert, which are rows of two tensors."""
+    experts, width = hf.get("num_experts") or 0, _sizes(hf)["intermediate_size"]
+    for number in range(experts):
+        rows = (number * width, (number + 1) * width, experts * width)
+        target = f"{TARGET}.mlp.experts.{number}"
+        yield Rule(
+            f"{LAYER}.mlp.experts.mlp.w1", f"{target}.up.kernel", rows_of(*rows, turned=True)
+        )
+        yield Rule(f"{LAYER}.mlp.experts.mlp.w2", f"{target}.down.kernel", rows_of(*rows))
 
 
 def _sizes(hf: dict[str, Any]) -> dict[str, int]:
@@ -143,14 +196,19 @@ FAMILY = Family(
             f"{TARGET}.mlp.gate_up.bias",
             concatenate,
         ),
+        Rule(f"{LAYER}.mlp.fc1.weight", f"{TARGET}.mlp.up.kernel", transpose),
+        Rule(f"{LAYER}.mlp.fc1.bias", f"{TARGET}.mlp.up.bias"),
         Rule(f"{LAYER}.mlp.fc2.weight", f"{TARGET}.mlp.down.kernel", transpose),
         Rule(f"{LAYER}.mlp.fc2.bias", f"{TARGET}.mlp.down.bias"),
+        Rule(f"{LAYER}.mlp.router.layer.weight", f"{TARGET}.mlp.router.kernel", transpose),
+        Rule(f"{LAYER}.mlp.experts.bias", f"{TARGET}.mlp.bias"),
         Rule(f"{LAYER}.norm2.weight", f"{TARGET}.mlp_norm.scale"),
         Rule(f"{LAYER}.norm2.bias", f"{TARGET}.mlp_norm.bias"),
     ),
     # embeddings do not use these tensors
     ignored=("pooler.dense.*", "cls.*", "classifier.weight", "classifier.bias"),
     config=config,
+    config_rules=lambda hf: tuple(_expert_rules(hf)),
     classifier=lambda hf, labels: bert.two_layer_head(
         _sizes(hf)["hidden_size"], labels, "pooler.dense", "classifier"
     ),

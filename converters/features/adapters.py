@@ -1,5 +1,6 @@
 """Converts low-rank adapters by the rules of their base model: adapters that PEFT and
-sentence-transformers save, and built-in adapters, which are among the base model's own tensors."""
+sentence-transformers save, and built-in adapters, which are among the base model's own tensors. An
+adapter is converted beside its base, or merged into the weights of the base."""
 
 import math
 import re
@@ -162,27 +163,94 @@ def _matrix(tensor: Tensor, number: int, *, transposed: bool) -> Tensor:
     )
 
 
-def _read_adapter(name: str, folder: Path, base: TensorRules) -> AdapterSource:
+def merged_into(
+    tensors: Mapping[str, Tensor],
+    name: str,
+    folder: Path,
+    base: TensorRules,
+    ignored: Sequence[str],
+) -> dict[str, Tensor]:
+    """Return the `tensors` of a base model with the adapter in `folder`, called `name`, merged into
+    them: its factors are added to weights in float32, and whole tensors that PEFT saved with it
+    replace those of the base. Values are computed when a tensor is read, and have its dtype.
+
+    `base` has the rules of the model, and `ignored` are patterns of names of tensors that it does
+    not use. Raises UnsupportedModel and CheckpointError for an adapter that cannot be read, and
+    ConversionError, which lists every tensor of the adapter that does not fit the model.
+    """
+    source = _read_adapter(name, folder, base, merging=True)
+    parts = [(key, copy) for key, copy in source.copies.items()]
+    parts += [(key, pair.down) for key, pair in source.factors.items()]
+    problems = [
+        f"adapter {name}: unused: {tensor.name}"
+        for key, tensor in parts
+        if key not in tensors and not _is_ignored(key, ignored)
+    ]
+    merged = dict(tensors)
+    for key, copy in source.copies.items():
+        if key in tensors:
+            problems += check_shape([copy], tensors[key].shape)
+            problems += check_dtype([copy], NUMPY_DTYPES)
+            merged[key] = replace(tensors[key], read=copy.read)
+    for key, pair in source.factors.items():
+        if key not in merged:
+            continue
+        weight = merged[key]
+        is_table = pair.down.name.endswith(DOWN[1])
+        if len(weight.shape) != 2:
+            problems.append(f"adapter {name}: {weight.name} cannot take an adapter")
+            continue
+        outputs, inputs = weight.shape[::-1] if is_table else weight.shape
+        problems += check_shape([pair.down], (pair.rank, inputs))
+        problems += check_shape([pair.up], (outputs, pair.rank))
+        problems += check_dtype([weight, pair.down, pair.up], NUMPY_DTYPES)
+        merged[key] = replace(weight, read=partial(_sum, weight, pair, is_table))
+    if problems:
+        raise ConversionError(str(folder), problems)
+    if not any(key in tensors for key, _ in parts):
+        raise CheckpointError(f"adapter {name} changes no weight of its base model")
+    return {
+        key: tensor if tensor.read is tensors[key].read else _in_dtype(tensor)
+        for key, tensor in merged.items()
+    }
+
+
+def _sum(weight: Tensor, pair: LowRankFactors, is_table: bool) -> np.ndarray:
+    """Return weight + scale * up . down in float32; for a table, whose rows are the inputs, the
+    product is transposed."""
+    down, up = (factor.read().astype(np.float32) for factor in (pair.down, pair.up))
+    product = np.float32(pair.scale) * (up @ down)
+    return weight.read().astype(np.float32) + (product.T if is_table else product)
+
+
+def _in_dtype(tensor: Tensor) -> Tensor:
+    """Return the tensor, whose values may have another dtype when they are read, in its dtype."""
+    return replace(tensor, read=lambda: tensor.read().astype(NUMPY_DTYPES[tensor.dtype]))
+
+
+def _read_adapter(
+    name: str, folder: Path, base: TensorRules, *, merging: bool = False
+) -> AdapterSource:
     """Read an adapter's config, and the names and shapes of its tensors. `base` has the rules of
-    the model.
+    the model. With `merging`, the adapter may have tensors of modules_to_save.
 
     Raises UnsupportedModel for settings that are not supported, ConversionError for tensors that do
     not form two factors for each weight, and CheckpointError if files are missing or damaged.
     """
-    folder = folder / tower_folder(folder) if modules_of(folder) else folder
+    folder = adapter_folder(folder)
     if not (folder / CONFIG).is_file():
         raise CheckpointError(f"adapter {name}: {folder} has no {CONFIG}, as PEFT saves it")
     if not (folder / WEIGHTS).is_file():
         raise CheckpointError(f"adapter {name}: {folder} has no {WEIGHTS}; save it as safetensors")
-    config = _config(name, folder / CONFIG)
+    config = read_config(name, folder, merging=merging)
     stems: dict[str, dict[str, Tensor]] = {}  # by weight: its factors, by "down" or "up"
     copies: dict[str, Tensor] = {}
     for original, tensor in safetensors_of(folder / WEIGHTS).items():
-        stem, part = _split(original)
+        weight, part = _split(original)
         if part == "copy":
-            copies[f"{stem}.weight"] = tensor
+            copies[weight] = tensor
         else:
-            stems.setdefault(f"{stem}.weight", {})[part] = tensor
+            stems.setdefault(weight, {})[part] = tensor
     problems = [
         f"adapter {name}: {tensor.name} has "
         + (
@@ -343,11 +411,18 @@ def _steps(
         yield Step(sources, f"{layer}.adapter.{part}", shape, made, last_of=sources)
 
 
-def _config(name: str, path: Path) -> dict[str, Any]:
-    """Read an adapter's config. Raises UnsupportedModel for a setting that is not supported, and
+def adapter_folder(source: Path) -> Path:
+    """Return the folder of PEFT's files within that of an adapter, which sentence-transformers may
+    have saved."""
+    return source / tower_folder(source) if modules_of(source) else source
+
+
+def read_config(name: str, folder: Path, *, merging: bool = False) -> dict[str, Any]:
+    """Read the config of an adapter in the folder of PEFT's files; `merging` is as in
+    `_read_adapter`. Raises UnsupportedModel for a setting that is not supported, and
     CheckpointError for a damaged file or a wrong value."""
     try:
-        config = read_optional_json(path, ADAPTER_FIELDS)
+        config = read_optional_json(folder / CONFIG, ADAPTER_FIELDS)
     except CheckpointError as error:
         raise CheckpointError(f"adapter {name}: {error}") from error
     refuse_unknown(f"adapter {name}: peft_type", config.get("peft_type"), ("LORA",))
@@ -358,9 +433,10 @@ def _config(name: str, path: Path) -> dict[str, Any]:
             f"adapter {name}: init_lora_weights {init!r} changes the weights of the base model; "
             "save the adapter with path_initial_model_for_weight_conversion"
         )
+    known = READ | HARMLESS | ({"modules_to_save"} if merging else set())
     # an unknown field that is null, false, 0 or empty has no effect
     for field, value in config.items():
-        if field not in READ and field not in HARMLESS and value:
+        if field not in known and value:
             raise UnsupportedModel(f"adapter {name}: {field} of {value!r} is not supported")
     for pattern in config.get("alpha_pattern") or {}:
         try:
@@ -400,16 +476,17 @@ def _bounded(adapter: str, tensor: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def _split(original: str) -> tuple[str, str]:
-    """Return the name of the layer that a tensor belongs to, and the role of the tensor: "down" or
-    "up" (a factor), "copy" (of the layer's weight in the base model), or "unknown"."""
+    """Return the name of the weight that a tensor belongs to, and the role of the tensor: "down" or
+    "up" (a factor), "copy" (takes the place of this tensor of the base model), or "unknown"."""
     name = original.removeprefix(PEFT_PREFIX)
-    if _IN_MEMORY.search(name):
+    if _IN_MEMORY.search(name) or name == original:
         return original, "unknown"
-    for endings, part in ((DOWN, "down"), (UP, "up"), ((".base_layer.weight", ".weight"), "copy")):
+    for endings, part in ((DOWN, "down"), (UP, "up")):
         for ending in endings:
-            if name.endswith(ending) and name != original:
-                return name.removesuffix(ending), part
-    return original, "unknown"
+            if name.endswith(ending):
+                return f"{name.removesuffix(ending)}.weight", part
+    is_whole = name.endswith((".weight", ".bias")) and ".lora_" not in name
+    return (name.replace(".base_layer.", "."), "copy") if is_whole else (original, "unknown")
 
 
 def _is_low_rank(parts: Mapping[str, Tensor]) -> bool:

@@ -27,7 +27,13 @@ from converters.vision.dual import (
     linear_rules,
     patch_rules,
 )
-from converters.vision.pages import AUGMENTATION_TOKENS, PageTokenizer, page_outline, read_part
+from converters.vision.pages import (
+    AUGMENTATION_TOKENS,
+    PageTokenizer,
+    engine_class,
+    page_outline,
+    read_part,
+)
 from converters.weights import Rule, one_plus
 
 # transformers' defaults for missing fields of the language model and the image encoder. Sizes have
@@ -80,9 +86,11 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
     }
     tokenizer = PageTokenizer(source, lm["vocab_size"])
     processor = read_optional_json(source / "processor_config.json")
-    prompt = processor.get("query_prefix", QUERY_PREFIX)
     bos, pad = tokenizer.special("bos_token"), tokenizer.special("pad_token")
-    page = bos + processor.get("visual_prompt_prefix", "Describe the image.") + "\n"
+    # what colpali-engine, whose text of a page has a second bos, and transformers put around texts
+    before, prefix, end = (bos, "", "") if engine_class(hf) else ("", QUERY_PREFIX, "\n")
+    prompt = processor.get("query_prefix", prefix)
+    page = bos + before + processor.get("visual_prompt_prefix", "Describe the image.") + "\n"
     rules = msgspec.structs.replace(rules, token_id=image_id, after=tuple(tokenizer.ids(page)))
     tensors = TensorRules(
         rules=(
@@ -92,7 +100,10 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
             *linear_rules("multi_modal_projector.linear", "tower.image.projection"),
         ),
         ignored=("lm_head.weight", "embeddings.position_ids", "head.*"),
-        prefixes=("vlm.", "model.", "language_model.", "model.", "vision_tower.", "vision_model."),
+        prefixes=(
+            *("vlm.", "model.", "language_model.", "model.", "language_model."),
+            *("vision_tower.", "vision_model."),
+        ),
     )
     return page_outline(
         source,
@@ -103,5 +114,5 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
         prompt=prompt,
         limit=rows * columns + len(rules.after),
         tensors=tensors,
-        tokenizer=tokenizer.framed(bos, pad * AUGMENTATION_TOKENS + "\n", prompt),
+        tokenizer=tokenizer.framed(bos, pad * AUGMENTATION_TOKENS + end, prompt),
     )

@@ -26,7 +26,13 @@ from converters.heads import read_optional_json
 from converters.outline import Options, Outline
 from converters.vision.dual import convolution, processor_fields
 from converters.vision.image_rules import read_rules
-from converters.vision.pages import AUGMENTATION_TOKENS, PageTokenizer, page_outline, read_part
+from converters.vision.pages import (
+    AUGMENTATION_TOKENS,
+    PageTokenizer,
+    engine_class,
+    page_outline,
+    read_part,
+)
 from converters.weights import (
     Rule,
     Transform,
@@ -125,7 +131,9 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
     rules = msgspec.structs.replace(
         rules, token_id=image_id, before=tuple(page[:at]), after=tuple(page[at + 1 :])
     )
-    prompt = processor.get("query_prefix") or QUERY_PREFIX
+    # what colpali-engine and what transformers put around a query
+    prefix, end = ("", "") if engine_class(hf) else (QUERY_PREFIX, "\n")
+    prompt = processor.get("query_prefix") or prefix
     limit, positions = max_tokens(rules), lm["max_positions"]
     if limit > positions:
         raise CheckpointError(
@@ -151,7 +159,7 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
         tensors=tensors,
         tokenizer=tokenizer.framed(
             before="",
-            after=tokenizer.special("pad_token") * AUGMENTATION_TOKENS + "\n",
+            after=tokenizer.special("pad_token") * AUGMENTATION_TOKENS + end,
             prompt=prompt,
         ),
     )

@@ -327,7 +327,8 @@ def _image_half(model: _Source) -> _Parts:
             modules=_normalized(model),
         )
         joint, width = "vision_model.head.attention.in_proj", config.hidden_size
-        query, key_value = (0, width), (width, 3 * width)  # rows of the joint projection
+        # rows of the joint projection
+        query, key_value = (0, width, 3 * width), (width, 3 * width, 3 * width)
         tensor_rules += [
             Rule("vision_model.head.probe", "heads.dense.probe", reshaped(width)),
             Rule(f"{joint}_weight", "heads.dense.query.kernel", rows_of(*query, turned=True)),

@@ -18,17 +18,18 @@ from converters.quantized import scheme_of
 from converters.tokenizers.tokenizer import read_tokenizer, special_token
 from converters.vision.dual import refuse_options
 from jaxembed.data.spec import DenseLayer, ImageRules, NormalizeLayer, PerToken
-from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.errors import CheckpointError
 
 COLPALI, COLQWEN = "colpali", "colqwen2"
 CLASSES = {COLPALI: ("ColPaliForRetrieval",), COLQWEN: ("ColQwen2ForRetrieval",)}
-MERGED_MODELS = {  # published models with merged adapters, by a part of a base's name
-    "colpali": "vidore/colpali-v1.3-hf",
-    "colqwen2": "vidore/colqwen2-v1.0-hf",
-}
+# Classes of colpali-engine, by which published base models are saved. Their config.json is that of
+# the language model.
+ENGINE_CLASSES = {"ColPali": COLPALI, "ColQwen2": COLQWEN, "ColQwen2_5": COLQWEN}
 # The converters; their `outline(source, hf, options)` describes a model.
 PAGE_READERS = {COLPALI: "converters.vision.colpali", COLQWEN: "converters.vision.colqwen"}
 
+KEPT = ("architectures", "dtype", "torch_dtype", "embedding_dim")  # keys outside of vlm_config
+PARTS = ("weight", "bias")
 QUERY = "query"
 AUGMENTATION_TOKENS = 10  # number of augmentation tokens after a query
 VECTOR_WIDTH = 128  # dimension of a vector, if config.json lacks embedding_dim
@@ -38,18 +39,15 @@ SAMPLES = ("a", "How much, in 2024?", "Größe\tund  Gewicht")  # texts to try a
 def is_pages(source: Path) -> bool:
     """Return whether the folder `source` holds a model that embeds pages."""
     hf = read_optional_json(source / "config.json")
-    return hf.get("model_type") in list(CLASSES)  # a list: model_type may be unhashable
+    # a list: model_type may be unhashable
+    return hf.get("model_type") in list(CLASSES) or engine_class(hf) is not None
 
 
-def refuse_adapter(folder: Path, base: str) -> None:
-    """Raise UnsupportedModel if an adapter's base model, named `base`, embeds pages. Such models
-    are served with their adapter merged."""
-    merged = next((model for kind, model in MERGED_MODELS.items() if kind in base.lower()), None)
-    if merged is not None:
-        raise UnsupportedModel(
-            f"{folder} is an adapter of {base}, which embeds pages and needs the adapter merged "
-            f"into it; serve a merged model, such as {merged}"
-        )
+def engine_class(hf: Mapping[str, Any]) -> str | None:
+    """Return the class of colpali-engine that a config.json names, or None."""
+    classes = hf.get("architectures")
+    names = classes if isinstance(classes, list) else ()
+    return next((one for one in ENGINE_CLASSES if one in names), None)
 
 
 def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str | None]:
@@ -58,9 +56,13 @@ def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str |
     refuse_options(source, options)
     hf = read_optional_json(source / "config.json", CONFIG_FIELDS)
     scheme_of(hf)  # raises for what is not supported
+    own = engine_class(hf)
+    if own is not None:  # as transformers nests the configs
+        kept = {key: hf[key] for key in KEPT if key in hf}
+        hf = kept | {"model_type": ENGINE_CLASSES[own], "vlm_config": hf}
     kind = hf["model_type"]
     for architecture in hf.get("architectures") or ():
-        refuse_unknown(f"{kind} architecture", architecture, CLASSES[kind])
+        refuse_unknown(f"{kind} architecture", architecture, (*CLASSES[kind], *ENGINE_CLASSES))
     return {"": import_module(PAGE_READERS[kind]).outline(source, hf, options)}, ""
 
 
@@ -85,7 +87,8 @@ def page_outline(
     width = hf.get("embedding_dim") or VECTOR_WIDTH
     projection = DenseLayer(config["hidden_size"], width, activation="identity")
     rules = dense_rules("multi_vector", number=0, layer=projection, tensor="embedding_proj_layer")
-    tensors = replace(tensors, rules=(*tensors.rules, *rules))
+    names = {f"custom_text_proj.{part}": f"embedding_proj_layer.{part}" for part in PARTS}
+    tensors = replace(tensors, rules=(*tensors.rules, *rules), renames=names)
     head = PerToken((projection, NormalizeLayer()))
     layout = Layout(
         backbone="",

@@ -63,8 +63,9 @@ NEVER_FETCHED = [
     "*.ot",  # codespell:ignore
     "*.gguf",
 ]
-# The patterns of weight files. Files of a pattern are downloaded if there are none of those before.
+# The patterns of weight files. Files of each are downloaded if there are none of those before.
 WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin", "adapter_model.safetensors")
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ class SourceFolder(Origin):
     prepare: Callable[[], None] = lambda: None  # downloads all weights into `path`
     # downloads the weights of some folders of the model into `path`
     fetch: Callable[[Sequence[str]], None] = lambda folders: None
+    # the model into which `path` is merged, if `path` holds only an adapter
+    base: "SourceFolder | None" = None
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -214,9 +217,36 @@ def fetch_source(source: ModelSource) -> SourceFolder:
 
 
 def _source_folder(source: ModelSource) -> SourceFolder:
-    """Return the Hugging Face directory that a model is converted from. This is a local directory,
-    the package of the default model, or a model on the hub, whose small files are downloaded.
-    Raises CheckpointError if the model is in none of these places."""
+    """Return the Hugging Face directory that a model is converted from, with that of its base model
+    if it holds only an adapter. Raises CheckpointError if the model or its base cannot be found."""
+    made = _own_folder(source)
+    if not any(made.path.rglob(ADAPTER_CONFIG)) or not (named := _converters().base_of(made.path)):
+        return made
+    name, revision = named
+    plain = replace(source, model=name, revision=None, dense_path=None, adapters={}, pooling=None)
+    try:
+        base = _own_folder(plain if plain.is_path else replace(plain, revision=revision))
+    except CheckpointError as error:
+        raise type(error)(
+            f"{made.name} is an adapter of {name}, into which it is merged: {error}. If you have "
+            f"{name} in a folder, set base_model_name_or_path in {ADAPTER_CONFIG} to its path"
+        ) from error
+
+    def prepare() -> None:
+        """Download the weights of both, unless the model cannot be converted."""
+        _outline(both)
+        made.fetch(_converters().weight_folders(made.path, source.dense_path))
+        base.fetch(_converters().weight_folders(base.path))
+
+    fingerprint = _hash(made.fingerprint, base.fingerprint)
+    both = replace(made, fingerprint=fingerprint, prepare=prepare, base=base)
+    return both
+
+
+def _own_folder(source: ModelSource) -> SourceFolder:
+    """Return the Hugging Face directory of a model itself. This is a local directory, the package
+    of the default model, or a model on the hub, whose small files are downloaded. Raises
+    CheckpointError if the model is in none of these places."""
     folder = None
     if source.is_path:
         if source.revision is not None:
@@ -366,6 +396,7 @@ def _outline(folder: SourceFolder) -> Routes:
         adapters=folder.source.adapters,
         splade=folder.source.is_splade,
         cutoff_layer=folder.source.cutoff_layer,
+        base=folder.base and folder.base.path,
     )
     return Routes({route: outline.spec for route, outline in routes.items()}, default)
 
@@ -512,6 +543,7 @@ def _converted(folder: SourceFolder, out: Path) -> ModelSpec:
         adapters=folder.source.adapters,
         splade=folder.source.is_splade,
         cutoff_layer=folder.source.cutoff_layer,
+        base=folder.base and folder.base.path,
     )
 
 

@@ -25,6 +25,7 @@ FLOAT32: DType = "float32"
 GROUP, VALUE_GROUP = 128, 64
 WORD_TABLE = ".word.embedding"  # ends the name of the table of a backbone's tokens
 IMAGES = "tower.image."  # begins the names of the parameters of an encoder of images
+ROUTER = ".router."  # is in the names of the weights that choose experts
 ADAPTER = ".adapter."  # is in the names of the parameters of adapters, which are never quantized
 ROWS = "data"  # the axis of a mesh whose devices divide the rows of a batch
 
@@ -237,8 +238,8 @@ def placed_dtype(name: str, axes: int, dtype: DType) -> DType:
 
     `name` is the path of the parameter and `axes` its number of axes. Vectors (such as scales of
     norms), biases and the parameters of heads stay in float32: they are small, and scores come
-    directly from heads. The table of terms of a sparse head gets `dtype`, because this table is as
-    large as the embedding table of the backbone.
+    directly from heads. So do routers, which would choose other experts. The table of terms of a
+    sparse head gets `dtype`, because this table is as large as the embedding table of the backbone.
     """
     is_head = name.startswith("heads.") and not name.endswith(TABLE_OF_TERMS)
-    return FLOAT32 if axes < 2 or name.endswith(".bias") or is_head else dtype
+    return FLOAT32 if axes < 2 or name.endswith(".bias") or is_head or ROUTER in name else dtype

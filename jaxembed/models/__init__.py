@@ -1,5 +1,6 @@
 """Backbones by name, and the model of a checkpoint as a pure function of its parameters."""
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
@@ -28,6 +29,8 @@ ARCHITECTURES = {
     "qwen3": "jaxembed.models.qwen3:Qwen3",
     "t5": "jaxembed.models.t5:T5",
 }
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in the names of the parameters of a routed expert
 
 
 class Model(nnx.Module):
@@ -140,6 +143,18 @@ class Program:
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     quantize: Quantize | None = None  # what of the weights and activations is int8 on devices
     skips_padding: bool = True  # whether native kernels do; models of images have other segments
+    active_experts: int = 0  # routed experts that each token uses in a layer that has some
+
+    @property
+    def products(self) -> list[tuple[int, ...]]:
+        """The shapes of the weights that each token is multiplied with, in the order of layers: of
+        routed experts, as many as a token uses."""
+        shapes = []
+        for name, leaf in self.shapes.items():
+            expert = _EXPERT.search(name)
+            is_used = expert is None or int(expert[1]) < self.active_experts
+            shapes += [leaf.shape] if name.endswith(".kernel") and is_used else []
+        return shapes
 
     def share_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of the share of a parameter that one device holds."""
@@ -221,6 +236,7 @@ def program(spec: ModelSpec, degree: int = 1, quantize: Quantize | None = None) 
         cuts,
         quantize,
         skips_padding=image is None,
+        active_experts=spec.config.get("active_experts", 0),
     )
 
 

@@ -8,7 +8,8 @@ distance to the scores; NomicBERT (Nussbaum et al. 2024, arXiv:2402.01613) and G
 2024, arXiv:2407.19669) have rotary positions and gated MLPs; JinaBERT (Günther et al. 2023,
 arXiv:2310.19923) has gated MLPs and ALiBi; ELECTRA (Clark et al. 2020, arXiv:2003.10555) and ALBERT
 (Lan et al. 2019, arXiv:1909.11942) project embeddings of another width, and ALBERT runs one layer
-many times.
+many times. nomic-embed-text-v2-moe (Nussbaum and Duderstadt 2025, arXiv:2502.07972) has routed
+experts in some layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxembed.models import native, parallel
 from jaxembed.models.attention import Bias, attend_joint, is_native
+from jaxembed.models.experts import Experts
 from jaxembed.models.layers import (
     BiasByDistance,
     Embedding,
@@ -62,6 +64,9 @@ class BertConfig:
     down_bias: bool = True  # whether the MLP's last linear layer has a bias
     embedding_size: int | None = None  # width of embeddings before a projection; None: hidden_size
     layer_order: Sequence[int] | None = None  # the numbers of layers to run in order; None: all
+    expert_layers: Sequence[int] = ()  # the numbers of layers whose MLP has routed experts
+    experts: int = 0  # of such a layer
+    active_experts: int = 0  # those that each token uses
 
 
 class Bert(nnx.Module):
@@ -85,7 +90,10 @@ class Bert(nnx.Module):
         self.alibi_heads = config.num_heads if config.alibi else None
         self.own_heads = parallel.share(config.num_heads, "attention heads")
         self.layers = nnx.List(
-            [BertLayer(config, BertAttention(config)) for _ in range(config.num_layers)]
+            [
+                BertLayer(config, BertAttention(config), has_experts=i in config.expert_layers)
+                for i in range(config.num_layers)
+            ]
         )
         self.layer_order = tuple(config.layer_order or range(config.num_layers))
         self.head_width = config.hidden_size // config.num_heads
@@ -175,19 +183,29 @@ def positions_after_pad(tokens: PackedTokens, pad_id: int) -> Int[Array, "rows l
 class BertLayer(nnx.Module):
     """One layer: attention and MLP, each followed by a residual connection and a norm."""
 
-    def __init__(self, config: BertConfig, attention: "BertAttention"):
+    def __init__(
+        self, config: BertConfig, attention: "BertAttention", *, has_experts: bool = False
+    ):
         dim, eps = config.hidden_size, config.norm_eps
         self.attention = attention
         self.attention_norm = LayerNorm(dim, eps=eps)
         self.residual_norm = LayerNorm(dim, eps=eps) if config.residual_norm else None
-        self.mlp = Mlp(
-            dim,
-            config.intermediate_size,
-            activation=config.activation,
-            gated=config.gated,
-            bias=config.up_bias,
-            down_bias=config.down_bias,
-        )
+        sizes = (dim, config.intermediate_size)
+        if has_experts:
+            self.mlp = Experts(
+                *sizes,
+                activation=config.activation,
+                experts=config.experts,
+                active=config.active_experts,
+            )
+        else:
+            self.mlp = Mlp(
+                *sizes,
+                activation=config.activation,
+                gated=config.gated,
+                bias=config.up_bias,
+                down_bias=config.down_bias,
+            )
         self.mlp_norm = LayerNorm(dim, eps=eps)
 
     def __call__(
@@ -201,17 +219,13 @@ class BertLayer(nnx.Module):
         if this call supports the weights and shapes."""
         mixed = self.attention(hidden, tokens, rotation, bias)
         mlp = self.mlp
-        linears = {
-            "out": self.attention.out,
-            "up": mlp.gate_up if mlp.gated else mlp.up,
-            "down": mlp.down,
-        }
-        out, up, down = (linear.parameters for linear in linears.values())
-        supports_up = (
-            native.supports_gated(up[0], mlp.activation) if mlp.gated else mlp.activation == "gelu"
-        )
-        supports_mlp = supports_up and native.supports_mlp(out[0], up[0], down[0])
-        if supports_mlp and self.residual_norm is None and is_native("mlp"):
+        if isinstance(mlp, Mlp) and self._is_joined(mlp):
+            linears = {
+                "out": self.attention.out,
+                "up": mlp.gate_up if mlp.gated else mlp.up,
+                "down": mlp.down,
+            }
+            out, up, down = (linear.parameters for linear in linears.values())
             return native.mlp(
                 mixed.astype(out[0].dtype),
                 hidden,
@@ -225,7 +239,20 @@ class BertLayer(nnx.Module):
         attended = self.attention_norm.norm_of_sum(hidden, self.attention.out, mixed)
         hidden = attended if self.residual_norm is None else self.residual_norm(hidden + attended)
         hidden = stored_on_gpu(hidden)
+        if isinstance(mlp, Experts):
+            return self.mlp_norm(hidden + mlp(hidden, tokens.segments))
         return self.mlp_norm.norm_of_sum(hidden, mlp.down, mlp.wide(hidden))
+
+    def _is_joined(self, mlp: Mlp) -> bool:
+        """Return whether a single native call computes all that follows the attention."""
+        up = (mlp.gate_up if mlp.gated else mlp.up).kernel[...]
+        supports_up = (
+            native.supports_gated(up, mlp.activation) if mlp.gated else mlp.activation == "gelu"
+        )
+        supports = supports_up and native.supports_mlp(
+            self.attention.out.kernel[...], up, mlp.down.kernel[...]
+        )
+        return supports and self.residual_norm is None and is_native("mlp")
 
 
 class BertAttention(nnx.Module):

@@ -20,6 +20,8 @@ import pytest
 import sources
 from commands import FORKS
 from huggingface_hub import errors
+from sources import HIDDEN
+from test_adapter_conversion import QUERY, write_adapter
 
 import converters
 from jaxembed.checkpoints import checkpoint, hub
@@ -345,3 +347,16 @@ def test_an_empty_name_is_no_model():
     """Of an unset variable in a script; an empty path would be the current directory."""
     with pytest.raises(CheckpointError, match="empty string"):
         ModelSource("")
+
+
+def test_the_base_of_an_adapter_is_downloaded_at_the_revision_that_it_names(
+    resolve, cache, downloads, tmp_path
+):
+    names = {"base_model_name_or_path": "owner/base", "revision": "v2"}
+    adapter = write_adapter(tmp_path / "adapter", {QUERY: (HIDDEN, HIDDEN)}, **names)
+    hub.describe_model(ModelSource(str(adapter), cache_dir=cache))
+    assert [(one.name, one.revision) for one in downloads] == [("owner/base", "v2")]
+    assert hub.WEIGHT_FILES[0] not in downloads[0].allow_patterns
+    entry = resolve(str(adapter))
+    assert (downloads[-1].name, downloads[-1].revision) == ("owner/base", COMMIT)
+    assert checkpoint.load_spec(entry).source == str(adapter)

@@ -232,7 +232,6 @@ POOLING, OF_MODEL = "1_Pooling/config.json", "config_sentence_transformers.json"
         ("sentence_bert_config.json", {"tokenizer_args": {"padding_side": "left"}}, "padding_side"),
         (OF_MODEL, {"model_type": "SparseEncoder"}, "a SparseEncoder"),
         (OF_MODEL, {"truncate_dim": 4}, "truncate_dim=4"),
-        ("adapter_config.json", {}, "of another model; serve that with --adapter NAME="),
     ],
     ids=str,
 )

@@ -174,6 +174,9 @@ NOMIC |= {"layer_norm_epsilon": 1e-12, "use_rms_norm": False, "scale_attn_weight
 NOMIC |= {"max_trained_positions": 32, "pad_vocab_size_multiple": 1, "rotary_emb_base": 1000}
 NOMIC |= {"rotary_emb_fraction": 1.0, "rotary_emb_interleaved": False}
 NOMIC |= {"rotary_emb_scale_base": None, "rotary_scaling_factor": None}
+EXPERTS = {"num_experts": 4, "moe_top_k": 2, "moe_every_n_layers": 2, "hidden_act": ABSENT}
+EXPERTS |= {"activation_function": "gelu"}
+OF_EXPERTS = {"expert_layers": [1], "experts": 4, "active_experts": 2}
 GATED, OF_GATED = {"feed_forward_proj": "gated-gelu"}, {"activation": "gelu_tanh", "gated": True}
 NVIDIA = {"AutoModel": "llama_bidirectional_model.LlamaBidirectionalModel"}
 STELLA = {"auto_map": {"AutoModel": "modeling_qwen.Qwen2Model"}}  # whose config says nothing of it
@@ -535,6 +538,11 @@ FAMILIES: dict[str, Family] = {
             (NOMIC | {"mlp_fc1_bias": True}, {"up_bias": True}),
             (NOMIC | {"mlp_fc2_bias": True}, {"down_bias": True}),
             (NOMIC | {"activation_function": "geglu"}, {"activation": "gelu"}),
+            (NOMIC | EXPERTS, {"activation": "gelu", "gated": False} | OF_EXPERTS),
+            (
+                NOMIC | EXPERTS | {"num_experts": 0},
+                {"activation": "gelu", "gated": False},
+            ),
             (NOMIC | {"pad_vocab_size_multiple": 64}, {"vocab_size": 128}),
             (
                 NOMIC | {"n_positions": 8192, "max_position_embeddings": 2048},
@@ -557,10 +565,16 @@ FAMILIES: dict[str, Family] = {
             unsupported(rotary_emb_fraction=0.5),
             unsupported(rotary_emb_interleaved=True),
             unsupported(rotary_emb_scale_base=512),
-            unsupported("num_experts 8", num_experts=8, moe_every_n_layers=2),
+            unsupported("'swiglu' with num_experts", **EXPERTS | {"activation_function": "swiglu"}),
+            unsupported("moe_every_n_layers 1", **EXPERTS | {"moe_every_n_layers": 1}),
+            unsupported("num_shared_experts 1", **EXPERTS, num_shared_experts=1),
+            unsupported("expert_choice_router True", **EXPERTS, expert_choice_router=True),
+            unsupported("expert_weights True", **EXPERTS, moe_normalize_expert_weights=True),
+            damaged("moe_top_k is 5, wanted 1 to 4", **EXPERTS | {"moe_top_k": 5}),
+            damaged("moe_top_k is 0, wanted 1 to 4", **EXPERTS | {"moe_top_k": ABSENT}),
             *on(
                 NOMIC,
-                unsupported(activation_function="gelu"),
+                unsupported(activation_function="mish"),
                 damaged("activation_function is 'swiglu' and hidden_act", hidden_act="gelu"),
                 damaged("n_embd is 16 and hidden_size 32", hidden_size=32),
                 damaged("layer_norm_epsilon is 1e-12 and layer_norm", layer_norm_eps=1e-5),
@@ -702,6 +716,9 @@ ALBERT_GROUP = "albert.encoder.albert_layer_groups.1.albert_layers.0"
         ("modernbert_mean", "layers.3.attn_norm.weight", None),
         ("mpnet_cross_encoder", "mpnet.encoder.relative_attention_bias.weight", (16, 2)),
         ("nomic_bert_mean", "encoder.layers.0.attn.Wqkv.bias", (48,)),
+        ("nomic_moe_mean", "encoder.layers.1.mlp.experts.mlp.w1", (9 * 32, 16)),
+        ("nomic_moe_mean", "encoder.layers.1.mlp.experts.mlp.w2", (8 * 31, 16)),
+        ("nomic_moe_mean", "encoder.layers.1.mlp.router.layer.weight", None),
         ("t5_mean", "encoder.block.0.x", (2,)),
     ],
 )

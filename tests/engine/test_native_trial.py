@@ -32,6 +32,7 @@ CALLS = {
     "bert": POST_NORM | {"gelu"},
     "mpnet": POST_NORM | {"gelu"},
     "nomic_bert": POST_NORM | {"gated_silu"},
+    "nomic_moe": POST_NORM | {"gelu"},
     "gte": POST_NORM | {"gated_gelu"},
     "jina_bert": POST_NORM | {"gated_gelu"},
     "jina_bert_code": {"linear", "norm", "joint_attention", "gated_gelu"},

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from golden import jina_bert
+from golden import jina_bert, nomic_moe
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 SEED = 7
@@ -209,7 +209,8 @@ def classes(name: str, trained: str = "MaskedLM") -> tuple[str, str, str]:
 
 def class_of(name: str) -> Any:
     """A class of transformers, or of our own where it has none."""
-    return getattr(transformers if hasattr(transformers, name) else jina_bert, name)
+    modules = (transformers, jina_bert, nomic_moe)
+    return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 
 def save_tower(family: Family, folder: Path, **changes: Any) -> None:
@@ -332,6 +333,15 @@ FAMILIES = {
         *classes("MPNet"), MPNET, MPNET_ODD, mpnet_wordpiece, UNPOOLED, spare_positions=2
     ),
     "nomic_bert": Family(*classes("NomicBert"), NOMIC_BERT, ROTARY_ODD, wordpiece, UNPOOLED),
+    "nomic_moe": Family(
+        *("NomicMoeModel", None, None),
+        XLM_ROBERTA | {"max_position_embeddings": 32},
+        ODD
+        | {"hidden_size": 18, "num_hidden_layers": 5}  # experts in layers 1 and 4
+        | {"num_experts": 5, "moe_top_k": 3, "moe_every_n_layers": 3, "type_vocab_size": 3},
+        unigram,
+        published=nomic_moe.PUBLISHED,
+    ),
     "gte": Family(*classes("Gte"), GTE, ROTARY_ODD, unigram),
     "jina_bert": Family(*JINA_BERT, BERT, JINA_ODD, wordpiece, published=jina_bert.PUBLISHED),
     "jina_bert_code": Family(

@@ -255,6 +255,8 @@ CASES: dict[str, Case | Static | Outputs | Judge] = {
     "nomic_bert_mean": Case("mean", prompts=SEARCH_PROMPTS, family="nomic_bert"),
     "nomic_bert_odd_cls": odd("nomic_bert", "cls", NORMALIZED, masked_lm=True),
     "nomic_bert_cross_encoder": Case(family="nomic_bert", head=PLAIN),
+    "nomic_moe_mean": Case("mean", NORMALIZED, prompts=SEARCH_PROMPTS, family="nomic_moe"),
+    "nomic_moe_odd_cls": odd("nomic_moe", "cls"),
     "gte_cls": Case("cls", NORMALIZED, family="gte"),
     "gte_odd_mean": odd("gte", masked_lm=True),
     "gte_cross_encoder": Case(family="gte", head=Head(), config={"type_vocab_size": 0}),

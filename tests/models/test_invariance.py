@@ -89,8 +89,8 @@ def _bfloat16(request) -> Replica:
 
 
 NATIVE = (  # of each set of native calls one
-    "bert", "mpnet", "nomic_bert", "jina_bert", "jina_bert_code", "clip, gelu", "modernbert",
-    "qwen3", "gemma2", "t5", "t5, gated",
+    "bert", "mpnet", "nomic_bert", "nomic_moe", "jina_bert", "jina_bert_code", "clip, gelu",
+    "modernbert", "qwen3", "gemma2", "t5", "t5, gated",
 )  # fmt: skip
 
 

@@ -57,6 +57,8 @@ def test_hidden_states_are_those_of_peft(family, make_embedder, tmp_path, note):
     base = kind.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
     backbones |= {None: base}
     apart = [hidden_states(embedder, backbone, name) for name, backbone in backbones.items()]
+    merged = make_embedder(folders["stable"], [(4, 64)])  # with the base that PEFT names in it
+    apart.append(hidden_states(merged, backbones["stable"], None))
     assert_within(max(apart), note)
 
 

@@ -60,6 +60,7 @@ SIZES: dict[tuple[str, str], dict[str, Any]] = {
     ("roberta", "768x2"): base(50265, layers=2, positions=514),
     ("mpnet", "768x12"): base(30527, positions=514),
     ("nomic_bert", "768x12"): base(30528),
+    ("nomic_moe", "768x2"): base(50265, layers=2),
     ("gte", "768x12"): base(250048),
     ("jina_bert", "512x4"): sized(512, 4, 8, 2048, 512, vocab_size=30528),
     ("jina_bert", "768x12"): base(30528),

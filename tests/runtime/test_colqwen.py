@@ -245,16 +245,3 @@ def test_a_config_is_described_or_refused_whatever_it_holds(tmp_path, kind):
     write_json(folder / "processor_config.json", {"query_prefix": "Find: "})
     files = ("config.json", "preprocessor_config.json", "processor_config.json")
     assert_described_or_refused(folder, files, outline)
-
-
-@pytest.mark.parametrize(
-    ("base", "known"),
-    [
-        ("vidore/colqwen2-base", "vidore/colqwen2-v1.0-hf"),
-        ("vidore/colpaligemma-3b-pt-448-base", "vidore/colpali-v1.3-hf"),
-    ],
-)
-def test_an_adapter_is_refused_with_the_name_of_one_that_is_joined(tmp_path, base, known):
-    write_json(tmp_path / "adapter_config.json", {"base_model_name_or_path": base})
-    with pytest.raises(UnsupportedModel, match=f"an adapter of {base}.*{known}"):
-        outline(tmp_path)
