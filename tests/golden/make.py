@@ -519,6 +519,11 @@ def hidden_states(backbone, ids: np.ndarray, types: np.ndarray | None = None) ->
     return _run(backbone, ids, types).last_hidden_state[0].numpy()
 
 
+def token_logits(classifier, ids: np.ndarray, types: np.ndarray | None = None) -> np.ndarray:
+    """Of each token of one sequence, [length, labels]."""
+    return _run(classifier, ids, types).logits[0].numpy()
+
+
 def logits(scorer, ids: np.ndarray, types: np.ndarray | None = None) -> np.ndarray:
     """Of one sequence, [labels]."""
     given = _run(scorer, ids, types).logits[0].numpy()
