@@ -17,7 +17,7 @@ from converters.tokenizers.tokenizer import special_token
 from converters.weights import Rule, transpose
 from jaxembed.data.outputs import OutputName
 from jaxembed.data.spec import DenseLayer, NormalizeLayer, PerToken
-from jaxembed.errors import UnsupportedModel, counted
+from jaxembed.errors import UnsupportedModel
 
 SPARSE_FILE, VECTORS_FILE = "sparse_linear.pt", "colbert_linear.pt"
 FILES = (SPARSE_FILE, VECTORS_FILE)
@@ -38,19 +38,12 @@ def with_token_heads(
 
     `width` is the width of hidden states. `sparse` are the family's classes whose token classifier
     is a head of term weights. `tokenizer` is the content of tokenizer.json. Raises UnsupportedModel
-    if only one of BGE-M3's two files is there, and for a token classifier of several labels.
+    if only one of BGE-M3's two files is there.
     """
     if "dense" not in layout.heads:
         return layout
     weight = DenseLayer(in_features=width, out_features=1, activation="relu")
-    classes = set(hf.get("architectures") or ()) & set(sparse)
-    labels = hf.get("id2label") or {}
-    if classes and len(labels) > 1:
-        raise UnsupportedModel(
-            f"{source}: {classes.pop()} with {counted(len(labels), 'label')} is not supported; "
-            "known: one label, the weight of a term"
-        )
-    if classes:
+    if set(hf.get("architectures") or ()) & set(sparse):
         return _with_weights(layout, weight, "classifier.", source / layout.backbone, tokenizer)
     missing = [name for name in FILES if not (source / name).is_file()]
     if len(missing) == len(FILES):

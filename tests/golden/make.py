@@ -9,6 +9,7 @@ A golden is one .npz of
     pooled             [sequences, poolings * width]: their hidden states in every pooling of
                        POOLINGS, side by side
     logits             [sequences, labels]: of a model that scores
+    token_logits       [tokens, labels]: of a model that scores tokens
     calls              JSON: the method, inputs and options of calls to SentenceTransformer or
                        CrossEncoder, in jaxembed's words
     vectors/N          [texts, dim]: what call N gives, of an embedder
@@ -16,6 +17,8 @@ A golden is one .npz of
                        that scores
     dense/N, sparse/N  [texts, dim or terms]: those outputs of call N, of a model of such outputs
     multi_vector/N     [vectors of all texts, width]: that output, of texts of `counts/N` vectors
+    entities/N         JSON: what transformers' pipeline finds in the texts of call N, of a model
+                       that scores tokens; scores/N are the scores of all that it finds
 """
 
 import json
@@ -23,6 +26,7 @@ import os
 import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -156,6 +160,7 @@ class Head:
     labels: tuple[str, ...] = ("LABEL_0",)
     problem_type: str | None = None
     cross_encoder: bool = True
+    of_tokens: bool = False  # a logit for each token and label, of a model without CrossEncoder
     chat_template: str | None = None  # of a language model that answers with ANSWERS, saved whole
 
     @property
@@ -192,6 +197,9 @@ def odd(family: str, pooling: str = "mean", later: tuple[Dense | str, ...] = (),
 NORMALIZED = (NORMALIZE,)
 PLAIN = Head(cross_encoder=False)
 CLASSIFIER = Head(("no", "perhaps", "yes"), cross_encoder=False)
+TOKEN_CLASSIFIER = Head(
+    ("O", "B-PER", "I-PER", "B-LOC", "I-LOC", "MISC"), cross_encoder=False, of_tokens=True
+)
 SEARCH_PROMPTS = {"query": "search_query: ", "document": "search_document: "}
 GEMMA_PROMPTS = {"query": "task: the | query: ", "document": "what: of | how: "}
 QWEN_PROMPTS = {"query": "Instruct: how is the sky\nQuery:", "document": ""}
@@ -312,6 +320,10 @@ CASES: dict[str, Case | Static | Outputs] = {
         family="t5",
     ),
     "t5_odd_mean": odd("t5", "mean", NORMALIZED, masked_lm=True, max_seq_length=41),
+    "bert_token_classifier": Case(family="bert", head=TOKEN_CLASSIFIER),
+    "deberta_token_classifier": odd("deberta", head=TOKEN_CLASSIFIER),
+    "modernbert_token_classifier": odd("modernbert", head=TOKEN_CLASSIFIER, max_seq_length=41),
+    "xlm_roberta_token_classifier": Case(family="xlm_roberta", head=TOKEN_CLASSIFIER),
     "bert_sparse": Outputs(
         partial(save_sparse, family="bert", config=FAMILIES["bert"].odd), ("sparse",), OF_SPARSE
     ),
@@ -383,7 +395,10 @@ def save_scorer(case: Case, head: Head, folder: Path) -> None:
     """A model with a head that scores, or a language model that answers, with or without a
     CrossEncoder's files."""
     family, is_judge = FAMILIES[case.family], head.chat_template is not None
-    kind, config = class_of(family.masked_lm if is_judge else family.classifier), {}
+    name = family.masked_lm if is_judge else family.classifier
+    if head.of_tokens:
+        name = token_classifier_of(family)
+    kind, config = class_of(name), {}
     if not is_judge:
         config["id2label"] = dict(enumerate(head.labels))
         config["label2id"] = {label: n for n, label in enumerate(head.labels)}
@@ -407,6 +422,11 @@ def save_scorer(case: Case, head: Head, folder: Path) -> None:
         else:
             return
         model.save_pretrained(str(folder), create_model_card=False)
+
+
+def token_classifier_of(family: Family) -> str:
+    """The class of the family's models that score tokens."""
+    return family.backbone.replace("Model", "ForTokenClassification")
 
 
 def _later(case: Case | Static, width: int) -> Iterator[torch.nn.Module]:
@@ -445,6 +465,9 @@ def calls(case: Case) -> list[dict[str, Any]]:
     """In jaxembed's words: method, inputs, options."""
     if case.head is None:
         return _embedding_calls(case)
+    if case.head.of_tokens:
+        strategies = ("none", "simple", "first", "average", "max")
+        return [{"method": "token_classify", "texts": TEXTS, "strategy": one} for one in strategies]
     if len(case.head.labels) == 1:
         asked = {"method": "rerank", "query": "Where is the red dog?", "documents": TEXTS}
         return [asked | {"options": options} for options in ({}, {"raw_scores": True})]
@@ -495,6 +518,19 @@ def score(model: CrossEncoder, head: Head, call: dict[str, Any]) -> np.ndarray:
         show_progress_bar=False,
     )
     return scores.reshape(len(inputs), -1)
+
+
+def entities(model: Any, folder: Path, call: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """What transformers' pipeline finds in each text, as JSON, and the scores."""
+    pipeline = transformers.TokenClassificationPipeline(
+        model=model,
+        tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
+        aggregation_strategy=call["strategy"],
+    )
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # how words are found
+        found = [pipeline(text) for text in call["texts"]]
+    scores = [one.pop("score") for in_text in found for one in in_text]
+    return np.array(json.dumps(found)), np.array(scores, np.float32)
 
 
 @torch.no_grad()
@@ -600,6 +636,12 @@ def make(case: Case | Static | Outputs) -> dict[str, np.ndarray]:
             model = load(folder)
             backbone = model[0].auto_model.eval()
             golden |= {f"vectors/{n}": answer(model, call) for n, call in enumerate(asked)}
+        elif case.head.of_tokens:
+            model = transformers.AutoModelForTokenClassification.from_pretrained(folder).eval()
+            backbone = model.base_model
+            for n, call in enumerate(asked):
+                golden[f"entities/{n}"], golden[f"scores/{n}"] = entities(model, folder, call)
+            golden["token_logits"] = np.concatenate([token_logits(model, *pair) for pair in pairs])
         else:
             model = load_scorer(folder)
             scorer = model.model.eval()

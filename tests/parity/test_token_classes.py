@@ -83,7 +83,7 @@ def _models(request, tmp_path_factory, make_embedder) -> TokenClassifiers:
     name, size = CASES[request.param]
     folder: Path = tmp_path_factory.mktemp(name)
     family, changes = KINDS[name], SIZES[name, size]
-    kind = class_of(family.backbone.replace("Model", "ForTokenClassification"))
+    kind = class_of(make.token_classifier_of(family))
     labels = {"id2label": dict(enumerate(LABELS)), "label2id": {}}
     model = kind(kind.config_class(**family.config | changes | labels))
     randomise(model)
