@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 EMBEDDER = "AutoModel"
 CLASSIFIER = "AutoModelForSequenceClassification"
 GENERATOR = "AutoModelForCausalLM"
+TOKEN_CLASSIFIER = "AutoModelForTokenClassification"
 MASKED_LM = "AutoModelForMaskedLM"  # its logits become term weights
 
 
@@ -197,7 +198,8 @@ def _family(backbone: Path) -> tuple[Family, dict[str, Any]]:
         raise UnsupportedModel(f"model_type {kind!r} is not supported; known: {kinds}")
     check_fields(str(backbone / "config.json"), hf, CONFIG_FIELDS)
     family = family_of(hf)
-    classes = (*family.classes, *family.classifiers, *family.generators, late_interaction.STANFORD)
+    scorers = (*family.classifiers, *family.token_classifiers, *family.generators)
+    classes = (*family.classes, *scorers, late_interaction.STANFORD)
     for architecture in hf.get("architectures") or ():
         refuse_unknown("architecture", architecture, classes)
     scheme_of(hf)  # raises for what is not supported
@@ -225,6 +227,8 @@ def _use(source: Path, family: Family, hf: dict[str, Any], route: str) -> str:
         )
     if classes & set(family.classifiers):
         return CLASSIFIER
+    if classes & set(family.token_classifiers):
+        return TOKEN_CLASSIFIER
     return GENERATOR if classes & set(family.generators) else EMBEDDER
 
 
@@ -255,6 +259,8 @@ def _layout(
     if use == GENERATOR:
         return scores.reranker_layout(source, options.name, family, hf, config)
     labels = scores.labels_of(hf)
+    if use == TOKEN_CLASSIFIER:
+        return scores.token_layout(source, family, hf, config["hidden_size"], labels)
     assert family.classifier is not None
     scorer = family.classifier(hf, len(labels))
     template = scores.template_of(source, options.name, family) if len(labels) == 1 else None

@@ -10,7 +10,7 @@ from typing import Any
 from converters import weights
 from converters.heads import Projection
 from converters.weights import Rule, Tensor
-from jaxembed.data.spec import PairTemplate, Pooled, Vocabulary
+from jaxembed.data.spec import Module, PairTemplate, Pooled, Vocabulary
 
 ADAPTERS = "adapters"  # the folder of the adapters that belong to a model, one for each task
 
@@ -18,9 +18,10 @@ Fields = dict[str, Any]  # the content of a config.json, or the fields of a back
 
 
 # A head and the rules for its tensors. The first is for logits of labels, the second for the logits
-# of a masked language model.
+# of a masked language model. The third has only the modules before a token's logits of labels.
 Scorer = tuple[Pooled, tuple[Rule, ...]]
 SparseHead = tuple[Vocabulary, tuple[Rule, ...]]
+TokenModules = tuple[tuple[Module, ...], tuple[Rule, ...]]
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,9 @@ class Family(TensorRules):
     config: Callable[[Fields], Fields]  # hf -> the fields of the backbone's config
     classifiers: tuple[str, ...] = ()  # classes that score, with the head of `classifier`
     classifier: Callable[[Fields, int], Scorer] | None = None  # hf, number of labels -> the head
+    token_classifiers: tuple[str, ...] = ()  # classes with logits of labels for each token
+    # hf -> what their head computes from a hidden state before the layer `classifier`
+    token_modules: Callable[[Fields], TokenModules] = lambda hf: ((), ())
     generators: tuple[str, ...] = ()  # classes of language models, some of which are rerankers
     # hf, the backbone's config, ids of the answers -> the head of a reranker that is a generator
     score_head: Callable[..., Scorer] | None = None

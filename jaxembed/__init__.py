@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from jaxembed.data.inputs import ChunkedText, ChunkSize
     from jaxembed.embedder import Embedder
     from jaxembed.errors import JaxembedError
+    from jaxembed.runtime.entities import Entity
     from jaxembed.runtime.options import Label, Ranked
 
 __version__ = "0.1.0"
@@ -18,6 +19,7 @@ _PUBLIC = {
     "ChunkedText": "jaxembed.data.inputs",
     "Embedder": "jaxembed.embedder",
     "EngineConfig": "jaxembed.config",
+    "Entity": "jaxembed.runtime.entities",
     "JaxembedError": "jaxembed.errors",
     "Label": "jaxembed.runtime.options",
     "Ranked": "jaxembed.runtime.options",
@@ -28,6 +30,7 @@ __all__ = [
     "ChunkedText",
     "Embedder",
     "EngineConfig",
+    "Entity",
     "JaxembedError",
     "Label",
     "Ranked",

@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, 
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, get_args
 
 import numpy as np
 
 from jaxembed.checkpoints.source import ModelSource, default_cache_dir
 from jaxembed.config import EngineConfig, TextConfig
-from jaxembed.data.inputs import ChunkedText, Image, Pair, Text
+from jaxembed.data.inputs import AggregationStrategy, ChunkedText, Image, Pair, Text
 from jaxembed.data.keyword_options import KeywordOptions
 from jaxembed.data.outputs import REPRESENTATIONS, OutputName
 from jaxembed.data.spec import ModelSpec, PoolingChoice
@@ -25,6 +25,7 @@ from jaxembed.errors import InvalidInput
 from jaxembed.preprocessing.images.decode import read_image
 from jaxembed.preprocessing.prompts import Role
 from jaxembed.preprocessing.windows import NO_CHUNKS, join_texts
+from jaxembed.runtime.entities import Entity, find_entities
 from jaxembed.runtime.model import LoadedModel
 from jaxembed.runtime.options import (
     Embeddings,
@@ -58,6 +59,7 @@ output_options = KeywordOptions(
 chunk_options = KeywordOptions(EncodeOptions, (*_PROMPT, "truncate", *_VECTORS, *_RUN))
 compute_options = KeywordOptions(EncodeOptions, (*_PROMPT, "role", *_CUT, *_RUN))
 score_options = KeywordOptions(ScoreOptions, _PAIRS)
+token_options = KeywordOptions(ScoreOptions, (*_CUT, *_RUN))
 rerank_options = KeywordOptions(ScoreOptions, (*_PAIRS, "max_chunks", "overlap_tokens", "weights"))
 
 
@@ -441,6 +443,51 @@ class Embedder:
         """`classify` without blocking the event loop."""
         request = self.model.tasks.score(_texts_and_pairs(inputs), ScoreOptions(**options))
         return (await self._run(request)).labelled(raw_scores)
+
+    @token_options
+    def token_classify(
+        self,
+        texts: str | Sequence[str],
+        aggregation_strategy: AggregationStrategy = "none",
+        **options,
+    ) -> list[list[Entity]]:
+        """Return for each text the entities in it, such as names, as TokenClassificationPipeline of
+        transformers does.
+
+        With the `aggregation_strategy` "none" each token with another label than O is an entity.
+        "simple" joins neighbours of the same label. "first", "average" and "max" also give the
+        tokens of a word one label: that of its first token, or that of the mean scores or of the
+        largest score of its tokens. Raises WrongTask for a model that is no token classifier,
+        InvalidInput and BackendError.
+        """
+        return _finish(self._blocking.token_classify_async(texts, aggregation_strategy, **options))
+
+    @token_options
+    async def token_classify_async(
+        self,
+        texts: str | Sequence[str],
+        aggregation_strategy: AggregationStrategy = "none",
+        **options,
+    ) -> list[list[Entity]]:
+        """`token_classify` without blocking the event loop."""
+        known = get_args(AggregationStrategy)
+        if aggregation_strategy not in known:
+            raise InvalidInput(
+                f"`aggregation_strategy` must be one of {', '.join(known)}. "
+                f"Given: {aggregation_strategy!r}",
+                field="aggregation_strategy",
+            )
+        listed, tokenizer = _listed(texts), self.model.main.text_processor.tokenizer
+        inputs = [Text(item) if isinstance(item, str) else item for item in listed]
+        answer = await self._run(self.model.tasks.score_tokens(inputs, ScoreOptions(**options)))
+
+        def find() -> list[list[Entity]]:
+            return [
+                find_entities(answer, number, text, tokenizer, aggregation_strategy)
+                for number, text in enumerate(listed)
+            ]
+
+        return await self._compute(find)
 
     @compute_options
     def compute(

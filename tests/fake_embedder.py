@@ -1,6 +1,7 @@
 """A loaded model without model or device: deterministic vectors and logits, failures on demand."""
 
 import asyncio
+import re
 import zlib
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -31,13 +32,20 @@ from jaxembed.preprocessing.text import TextProcessor, TokenPiece
 from jaxembed.preprocessing.windows import PooledChunks
 from jaxembed.quantise import quantise
 from jaxembed.runtime.model import LoadedModel
-from jaxembed.runtime.options import Embeddings, EncodeOptions, ScoreOptions, Scores
+from jaxembed.runtime.options import (
+    Embeddings,
+    EncodeOptions,
+    ScoreOptions,
+    Scores,
+    TokenScores,
+)
 from jaxembed.runtime.requests import (
     Answer,
     EncodeRequest,
     LateRequest,
     Request,
     ScoreRequest,
+    TokenScoreRequest,
     shape_vectors,
 )
 from jaxembed.runtime.routes import LoadedRoute
@@ -71,6 +79,10 @@ TEMPLATE = PairTemplate("", "{instruction} {query}", "{document}", "", "Find wha
 GENERATOR = msgspec.structs.replace(RERANKER, template=TEMPLATE)
 CLASSIFIER = msgspec.structs.replace(SCORER, labels=("bad", "fair", "good"))
 
+TOKEN_CLASSIFIER = msgspec.structs.replace(
+    SPEC, heads={"token_logits": PerToken((DenseLayer(DIM, 3),))}, labels=("O", "B-PER", "I-PER")
+)
+
 MEAN = msgspec.structs.replace(SPEC, heads={"dense": Pooled(("mean",))})
 
 # Every route that is for a model: a body, and a model that answers it.
@@ -89,6 +101,7 @@ ROUTES: dict[str, tuple[dict, ModelSpec]] = {
     "/embed_multi": ({"inputs": ["a b"]}, M3),
     "/v1/multi-vector": ({"input": ["a b"], "outputs": ["dense", "sparse", "multi_vector"]}, M3),
     "/predict": ({"inputs": [["a", "b"]]}, CLASSIFIER),
+    "/token_classify": ({"inputs": ["a b"]}, TOKEN_CLASSIFIER),
     "/rerank": ({"query": "a", "texts": ["a", "b"], "return_text": True}, RERANKER),
     "/v1/rerank": (
         {"query": "a", "documents": ["a", {"text": "b"}], "return_documents": True},
@@ -130,6 +143,15 @@ class NoPrompts(TextProcessor):
 
     def term_names(self, ids):
         return [f"term {one}" for one in ids]
+
+    @property
+    def tokenizer(self):
+        return SimpleNamespace(words=spelled, joined=" ".join)
+
+
+def spelled(text, ids, offsets):
+    """Of a text of words, each of which is a token."""
+    return [text[start:end] for start, end in offsets], [False] * len(ids)
 
 
 class FakeEmbedder(LoadedModel):
@@ -210,6 +232,8 @@ class FakeEmbedder(LoadedModel):
             lengths = np.array([length(item) for item in inputs])
         if isinstance(request, EncodeRequest):
             return Embeddings(self._values(inputs, request, lengths), **common_fields)
+        if isinstance(request, TokenScoreRequest):
+            return tokens_of(inputs, self.spec.labels, common_fields)
         assert isinstance(request, ScoreRequest)
         values = np.stack([logits(item, len(self.spec.labels)) for item in inputs])
         return Scores(values, self.spec.labels, self.spec.score_function, **common_fields)
@@ -305,6 +329,16 @@ def vector(item: Input) -> np.ndarray:
     """The vector of an input: not normalised, and the same for equal inputs."""
     name = str(list(item.ids)) if isinstance(item, Tokens) else " ".join(words(item))
     return np.random.default_rng(zlib.crc32(name.encode())).normal(size=DIM).astype(np.float32)
+
+
+def tokens_of(texts: Sequence[Text], labels: tuple[str, ...], fields: dict) -> TokenScores:
+    """Of each word the logits of the text that it is."""
+    found = [list(re.finditer(r"\S+", item.text)) for item in texts]
+    rows = [vector(Text(word[0]))[: len(labels)] for in_text in found for word in in_text]
+    places = [word.span() for in_text in found for word in in_text]
+    ends = np.cumsum([0, *map(len, found)])
+    ids = np.ones(len(rows), np.int32)
+    return TokenScores(Ragged(np.stack(rows), ends), ids, np.array(places), labels, **fields)
 
 
 def logits(item: Text | Pair, labels: int) -> np.ndarray:

@@ -10,7 +10,15 @@ import fake_embedder
 import msgspec
 import pytest
 from click import Context, Group
-from fake_embedder import CLASSIFIER, GENERATOR, M3, MEAN, RERANKER, FakeEmbedder
+from fake_embedder import (
+    CLASSIFIER,
+    GENERATOR,
+    M3,
+    MEAN,
+    RERANKER,
+    TOKEN_CLASSIFIER,
+    FakeEmbedder,
+)
 from test_docs import PAGES
 from test_server_openai import ask
 
@@ -87,7 +95,7 @@ def test_a_request_of_a_page_is_answered(page, route, body, monkeypatch):
     monkeypatch.setattr(fake_embedder, "MAX_TOKENS", 512)
     monkeypatch.setattr(fake_embedder, "DIM", 1024)
     answers = {}
-    for spec in (MEAN, M3, RERANKER, GENERATOR, CLASSIFIER):
+    for spec in (MEAN, M3, RERANKER, GENERATOR, CLASSIFIER, TOKEN_CLASSIFIER):
         large = msgspec.structs.replace(spec, max_input_tokens=512, hidden_size=1024)
         response, answer = ask(body, path=route, embedder=FakeEmbedder(spec=large))
         answers[response.status_code] = answer

@@ -40,6 +40,7 @@ COMMANDS = {  # and the sections with the flags that they share with others
     "embed": (MODEL, ENGINE, TEXTS),
     "rerank": (MODEL, ENGINE, TEXTS),
     "classify": (MODEL, ENGINE, TEXTS),
+    "token-classify": (MODEL, ENGINE, TEXTS),
     "calibrate": (MODEL, ENGINE, TEXTS),
     "info": (MODEL,),
     "models": (),

@@ -20,7 +20,7 @@ from sparse_matrix import as_dense
 from converters import CONVERTERS, convert, outline, steps, weights
 from converters.family import family_of_type
 from converters.heads import POOLING_FLAGS
-from jaxembed import Embedder
+from jaxembed import Embedder, Entity
 from jaxembed.data.spec import ModelSpec
 from jaxembed.data.work import Encoding
 from jaxembed.engine.batch import pack, place
@@ -39,12 +39,14 @@ def arrays_of(file: Path) -> set[str]:
 SCORERS = [file for file in FILES if "scores/0" in arrays_of(file)]
 EMBEDDERS = [file for file in FILES if "vectors/0" in arrays_of(file)]
 OF_OUTPUTS = [file for file in FILES if arrays_of(file) & {"dense/0", "sparse/0", "multi_vector/0"}]
+OF_TOKENS = [file for file in FILES if "token_logits" in arrays_of(file)]
 TOWERS = [file for file in FILES if "hidden" in arrays_of(file)]
 
 # One of each kind of output, and decoders beside BERT: `make numerics` runs the others.
 QUICK = {
     "bert_concatenated",
     "bert_cross_encoder",
+    "bert_token_classifier",
     "qwen3_odd_lasttoken",
     "qwen3_reranker",
     "static_xlm_roberta",
@@ -149,19 +151,22 @@ def test_hidden_states_poolings_and_logits_agree_with_torch_when_rows_are_packed
     (bucket,) = golden_embedder.model.main.plan.grid.buckets
     (worker,) = golden_embedder.model.main.engine.workers
     found: dict[int, tuple[np.ndarray, ...]] = {}
-    waiting = future_of(golden.encodings, widths=spec.widths).sequences
+    outputs = frozenset({spec.primary})
+    waiting = future_of(golden.encodings, outputs, widths=spec.widths).sequences
     places = {entry: i for entry in waiting for index in entry.futures.values() for i in index}
     while waiting:
         batch = place(bucket, waiting[:1], waiting[1:])
         planes = pack(batch)
         outputs = worker.runner.run(bucket, planes, (spec.primary, "tokens"))
         hidden, primary = outputs["tokens"], outputs[spec.primary]
+        is_of_tokens = spec.primary == "token_logits"
         pooled = np.asarray(every_pooling(hidden, planes, bucket.slots))
         for entry, row, slot, start in zip(
             batch.sequences, batch.rows, batch.slots, batch.starts, strict=True
         ):
-            of_entry = hidden[row, start : start + entry.length]
-            found[places[entry]] = of_entry, pooled[row, slot], primary[row, slot]
+            of_entry = slice(start, start + entry.length)
+            scores = primary[row, of_entry] if is_of_tokens else primary[row, slot]
+            found[places[entry]] = hidden[row, of_entry], pooled[row, slot], scores
         waiting = [entry for entry in waiting if places[entry] not in found]
     hidden, pooled, primary = zip(*(found[i] for i in range(len(found))), strict=True)
     assert_agrees(np.concatenate(hidden), golden.arrays["hidden"])
@@ -169,6 +174,21 @@ def test_hidden_states_poolings_and_logits_agree_with_torch_when_rows_are_packed
     assert_agrees(np.stack(pooled), golden.arrays["pooled"])
     if "logits" in golden.arrays:
         assert_agrees(np.stack(primary), golden.arrays["logits"])
+    if "token_logits" in golden.arrays:
+        assert_agrees(np.concatenate(primary), golden.arrays["token_logits"])
+
+
+@of_each(OF_TOKENS)
+def test_entities_are_those_of_the_pipeline_of_transformers(golden, golden_embedder):
+    for number, call in golden.calls:
+        wanted = json.loads(golden.arrays[f"entities/{number}"].item())
+        found = golden_embedder.token_classify(call["texts"], call["strategy"])
+        scores = np.array([one.score for entities in found for one in entities])
+        assert_agrees(scores, golden.arrays[f"scores/{number}"])
+        for entities, in_text in zip(found, wanted, strict=True):
+            for one, fields in zip(entities, in_text, strict=True):
+                label = fields.pop("entity", None) or fields.pop("entity_group")
+                assert one == Entity(label, one.score, **fields)
 
 
 def answer(embedder: Embedder, call: dict[str, Any]) -> np.ndarray:

@@ -84,6 +84,7 @@ FAMILY = Family(
     architecture="bert",
     classes=("BertModel", "BertForMaskedLM", "BertForPreTraining"),
     classifiers=("BertForSequenceClassification",),
+    token_classifiers=("BertForTokenClassification",),
     prefixes=("bert.",),
     renames={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
     rules=(

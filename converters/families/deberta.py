@@ -146,6 +146,7 @@ FAMILY = Family(
     architecture="deberta",
     classes=("DebertaV2Model", "DebertaV2ForMaskedLM"),
     classifiers=("DebertaV2ForSequenceClassification",),
+    token_classifiers=("DebertaV2ForTokenClassification",),
     prefixes=("deberta.",),
     renames={
         "self.query_proj.weight": "self.query.weight",

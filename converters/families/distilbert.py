@@ -54,6 +54,7 @@ FAMILY = Family(
     architecture=bert.FAMILY.architecture,
     classes=("DistilBertModel", "DistilBertForMaskedLM"),
     classifiers=("DistilBertForSequenceClassification",),
+    token_classifiers=("DistilBertForTokenClassification",),
     prefixes=("distilbert.",),
     rules=(
         Rule("embeddings.word_embeddings.weight", "tower.embeddings.word.embedding"),

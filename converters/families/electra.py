@@ -33,6 +33,7 @@ FAMILY = Family(
     architecture=bert.FAMILY.architecture,
     classes=("ElectraModel", "ElectraForPreTraining", "ElectraForMaskedLM"),
     classifiers=("ElectraForSequenceClassification",),
+    token_classifiers=("ElectraForTokenClassification",),
     prefixes=("electra.",),
     renames=bert.FAMILY.renames,
     rules=(

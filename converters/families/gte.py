@@ -50,7 +50,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     if architectures and architectures <= set(SPARSE):
         raise UnsupportedModel(
             f"architecture {', '.join(sorted(architectures))} is not supported by itself, because "
-            "jaxembed does not classify tokens"
+            "jaxembed does not classify tokens with models of this family"
         )
     require(hf, bert.REQUIRED)
     refuse_unless(hf, SWITCHES)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from converters.families.rope import rope_by_layers
-from converters.family import Family, Scorer, SparseHead
+from converters.family import Family, Scorer, SparseHead, TokenModules
 from converters.features.terms import term_head
 from converters.fields import (
     GLOBAL_LAYER,
@@ -16,6 +16,7 @@ from converters.fields import (
 )
 from converters.heads import dense_rules, parameter_of
 from converters.weights import Rule, transpose
+from jaxembed.data.outputs import OutputName
 from jaxembed.data.spec import DenseLayer, LayerNormLayer, Pooled
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
@@ -81,12 +82,18 @@ def classifier(hf: dict[str, Any], labels: int) -> Scorer:
     dense, norm = _prediction_head(hf)
     out = DenseLayer(in_features=norm.features, out_features=labels, activation="identity")
     rules = (
-        *dense_rules("logits", number=0, layer=dense, tensor="head.dense"),
-        Rule("head.norm.weight", parameter_of("logits", number=1, name="scale")),
-        Rule("head.norm.bias", parameter_of("logits", number=1, name="bias")),
+        *_prediction_rules("logits", dense),
         *dense_rules("logits", number=2, layer=out, tensor="classifier"),
     )
     return Pooled((pooling,), (dense, norm, out)), rules
+
+
+def token_modules(hf: dict[str, Any]) -> TokenModules:
+    """Return the head of ModernBertForTokenClassification, which computes
+    classifier(norm(activation(dense(hidden state)))), before its last layer, and its tensor rules.
+    Raises UnsupportedModel for an unknown activation."""
+    dense, norm = _prediction_head(hf)
+    return (dense, norm), _prediction_rules("token_logits", dense)
 
 
 def masked_lm(hf: dict[str, Any]) -> SparseHead:
@@ -121,6 +128,16 @@ def _prediction_head(hf: dict[str, Any]) -> tuple[DenseLayer, LayerNormLayer]:
     return dense, norm
 
 
+def _prediction_rules(head: OutputName, dense: DenseLayer) -> tuple[Rule, ...]:
+    """Return the rules for the layers of `_prediction_head`, which are the first two modules of
+    `head`."""
+    return (
+        *dense_rules(head, number=0, layer=dense, tensor="head.dense"),
+        Rule("head.norm.weight", parameter_of(head, number=1, name="scale")),
+        Rule("head.norm.bias", parameter_of(head, number=1, name="bias")),
+    )
+
+
 def _theta(hf: dict[str, Any], kind: str, if_null: float | None) -> float:
     """Return the RoPE theta (base of the rotary angles) of layers of type `kind`. A missing value
     means transformers' default, and null means `if_null`. Raises UnsupportedModel for other
@@ -145,6 +162,8 @@ FAMILY = Family(
     architecture="modernbert",
     classes=("ModernBertModel", "ModernBertForMaskedLM"),
     classifiers=("ModernBertForSequenceClassification",),
+    token_classifiers=("ModernBertForTokenClassification",),
+    token_modules=token_modules,
     prefixes=("model.",),
     rules=(
         Rule("embeddings.tok_embeddings.weight", "tower.embeddings.word.embedding"),

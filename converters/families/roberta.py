@@ -27,6 +27,7 @@ FAMILY = Family(
     architecture=bert.FAMILY.architecture,
     classes=tuple(f"{name}{kind}" for name in _NAMES for kind in ("Model", "ForMaskedLM")),
     classifiers=tuple(f"{name}ForSequenceClassification" for name in _NAMES),
+    token_classifiers=tuple(f"{name}ForTokenClassification" for name in _NAMES),
     prefixes=("roberta.",),
     renames=bert.FAMILY.renames,
     rules=bert.FAMILY.rules,

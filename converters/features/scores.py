@@ -1,5 +1,5 @@
-"""Reads models that score (cross-encoders, classifiers and language models that rerank): labels,
-templates of pairs, and how logits become scores."""
+"""Reads models that score (cross-encoders, classifiers of texts and of tokens, and language models
+that rerank): labels, templates of pairs, and how logits become scores."""
 
 import logging
 from pathlib import Path
@@ -14,7 +14,7 @@ from converters.family import Family, Reranker, Scorer
 from converters.fields import lookup
 from converters.heads import MODEL_CONFIG, Layout, read_optional_json
 from converters.tokenizers.tokenizer import special_token
-from jaxembed.data.spec import PairTemplate, ScoreFunction, scoring_heads
+from jaxembed.data.spec import DenseLayer, PairTemplate, PerToken, ScoreFunction, scoring_heads
 from jaxembed.errors import CheckpointError, UnsupportedModel, counted
 from jaxembed.preprocessing.tokenizer import parse_tokenizer
 
@@ -103,6 +103,22 @@ def scores_layout(
         score_function=function,
         template=template,
         lowercase=bool(heads.transformer_config(backbone).get("do_lower_case")),
+    )
+
+
+def token_layout(
+    source: Path, family: Family, hf: dict[str, Any], width: int, labels: tuple[str, ...]
+) -> Layout:
+    """Return the layout of a token classifier, whose last layer `classifier` computes the logits of
+    a token. `width` is the width of hidden states. Raises UnsupportedModel for settings that are
+    not supported."""
+    modules, rules = family.token_modules(hf)
+    out = DenseLayer(in_features=width, out_features=len(labels), activation="identity")
+    return Layout(
+        backbone=heads.tower_folder(source),
+        heads={"token_logits": PerToken((*modules, out))},
+        rules=(*rules, *heads.dense_rules("token_logits", len(modules), out, "classifier")),
+        labels=labels,
     )
 
 

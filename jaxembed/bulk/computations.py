@@ -1,5 +1,5 @@
 """The computations of a bulk job. Each computes a result for every row, as Arrow columns: vectors
-and other representations, a score, or labels."""
+and other representations, a score, labels, or entities."""
 
 import hashlib
 from abc import abstractmethod
@@ -10,11 +10,20 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 from msgspec import structs
 
-from jaxembed.bulk.row_source import ROWS_A_CALL, RowInputs, RowSource, TextRows, given
+from jaxembed.bulk.row_source import (
+    MULTI_VECTOR_ROWS_A_CALL,
+    ROWS_A_CALL,
+    RowInputs,
+    RowSource,
+    TextRows,
+    given,
+)
 from jaxembed.bulk.sources import arrow
+from jaxembed.data.inputs import AggregationStrategy
 from jaxembed.data.outputs import OutputName
 from jaxembed.data.work import Ragged, SparseRows
 from jaxembed.embedder import Embedder
+from jaxembed.runtime.entities import Entity
 from jaxembed.runtime.options import EncodeOptions, Label, ScoreOptions
 
 
@@ -128,6 +137,31 @@ class ClassifyRows(_Scores):
         return [labels_as_arrow(self.embedder.classify(inputs, raw_scores=self.raw_scores))]
 
 
+@dataclass(frozen=True)
+class EntityRows:
+    """Computes the entities in a text, in their order, with a token classifier."""
+
+    embedder: Embedder
+    source: TextRows
+    strategy: AggregationStrategy
+    rows_per_call: int = MULTI_VECTOR_ROWS_A_CALL
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "task": "token_classify",
+            "aggregation_strategy": self.strategy,
+            "options": given(structs.asdict(ScoreOptions())),
+            **self.source.describe(self.embedder),
+        }
+
+    def fields(self) -> list[Any]:
+        return [arrow().field("entities", entities_as_arrow([]).type)]
+
+    def compute(self, rows: Sequence[RowInputs]) -> list[Any]:
+        texts = [text for (text,) in rows]
+        return [entities_as_arrow(self.embedder.token_classify(texts, self.strategy))]
+
+
 def as_arrow(values: Any) -> Any:
     """Convert an output of several texts to an Arrow array with one element for each text.
 
@@ -153,5 +187,20 @@ def labels_as_arrow(rows: Sequence[Sequence[Label]]) -> Any:
     """Convert the labels of several texts to an Arrow array with one element for each text: a list
     of structs of `label` and `score`, in the given order."""
     pa = arrow()
-    kind = pa.list_(pa.struct([("label", pa.string()), ("score", pa.float32())]))
-    return pa.array([[asdict(label) for label in labels] for labels in rows], kind)
+    return _as_structs(rows, [("label", pa.string()), ("score", pa.float32())])
+
+
+def entities_as_arrow(rows: Sequence[Sequence[Entity]]) -> Any:
+    """Convert the entities of several texts to an Arrow array with one element for each text: a
+    list of structs with the fields of Entity. `index` is null for an entity of several tokens."""
+    pa = arrow()
+    names = [("label", pa.string()), ("score", pa.float32()), ("word", pa.string())]
+    places = [(name, pa.int32()) for name in ("start", "end", "index")]
+    return _as_structs(rows, [*names, *places])
+
+
+def _as_structs(rows: Sequence[Sequence[Any]], fields: list[tuple[str, Any]]) -> Any:
+    """Convert lists of dataclasses to an Arrow array of lists of structs."""
+    pa = arrow()
+    listed = [[asdict(item) for item in items] for items in rows]
+    return pa.array(listed, pa.list_(pa.struct(fields)))

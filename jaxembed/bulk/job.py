@@ -36,6 +36,7 @@ OPTIONS = {  # by prefix of a field's path: the option that sets the field; the 
     "computation.of": "--image-column or INPUTS",
     "computation.outputs": "--outputs",
     "computation.raw_scores": "--raw-scores",
+    "computation.aggregation_strategy": "--aggregation-strategy",
     "computation.ranges": "the calibration of the model",
     "computation.options.adapter": "--adapter-name",
     "computation.options.dimensions": "--dimensions",

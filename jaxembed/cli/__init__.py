@@ -18,7 +18,7 @@ from jaxembed.cli.info import info_command
 from jaxembed.cli.key import key_command
 from jaxembed.cli.models import models_command
 from jaxembed.cli.options import Group, exit_status
-from jaxembed.cli.score import classify_command, rerank_command
+from jaxembed.cli.score import classify_command, rerank_command, token_classify_command
 from jaxembed.cli.serve import serve_command
 from jaxembed.cli.tune import tune_command
 from jaxembed.cli.verify import verify_command
@@ -48,6 +48,7 @@ for _command in (
     embed_command,
     rerank_command,
     classify_command,
+    token_classify_command,
     info_command,
     models_command,
     convert_command,

@@ -15,6 +15,7 @@ TASKS = {
     "embed": "embed (turns texts into vectors)",
     "rerank": "rerank (scores documents for a query)",
     "classify": "classify (assigns labels to texts)",
+    "token_classify": "token_classify (finds entities in texts)",
 }
 MAX_LABELS = 20  # maximum labels that are shown without --json
 LONGEST_PROMPT = 70  # maximum characters of a prompt that are shown without --json

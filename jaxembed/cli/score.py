@@ -1,9 +1,10 @@
-"""`jaxembed rerank` and `jaxembed classify`: write scores or labels for files of texts, as
-Parquet."""
+"""`jaxembed rerank`, `jaxembed classify` and `jaxembed token-classify`: write scores, labels or
+entities for files of texts, as Parquet."""
 
 import logging
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -19,6 +20,7 @@ from jaxembed.cli.options import (
     TEXT_OPTIONS,
     Command,
 )
+from jaxembed.data.inputs import AggregationStrategy
 from jaxembed.data.spec import Task
 
 if TYPE_CHECKING:
@@ -64,7 +66,19 @@ def rerank_command(
     interruption.
     """
 
-    score_with(model, "rerank", flags, (query_column, text_column), raw_scores, inputs, output)
+    def make(embedder: "Embedder") -> Any:
+        from jaxembed.bulk.computations import ScoreRows
+        from jaxembed.bulk.row_source import TextRows
+
+        if embedder.spec.task == "embed":
+            logger.info(
+                "%s is an embedding model: scores are similarities of its embeddings; "
+                "--model names a reranker",
+                embedder.name,
+            )
+        return ScoreRows(embedder, TextRows((query_column, text_column)), raw_scores)
+
+    score_with(model, "rerank", flags, make, inputs, output)
 
 
 @click.command(
@@ -100,39 +114,74 @@ def classify_command(
     files with the column `labels`: each label with its score, best first. It can be continued: run
     the same command again after an interruption.
     """
-    columns = (text_column,) if second_column is None else (text_column, second_column)
-    score_with(model, "classify", flags, columns, raw_scores, inputs, output)
+
+    def make(embedder: "Embedder") -> Any:
+        from jaxembed.bulk.computations import ClassifyRows
+        from jaxembed.bulk.row_source import TextRows
+
+        columns = (text_column,) if second_column is None else (text_column, second_column)
+        return ClassifyRows(embedder, TextRows(columns), raw_scores)
+
+    score_with(model, "classify", flags, make, inputs, output)
+
+
+@click.command(
+    "token-classify",
+    cls=Command,
+    example="jaxembed token-classify news.jsonl --output names --model ./my-token-classifier",
+)
+@click.argument("inputs", nargs=-1, required=True)
+@OUTPUT_FLAG
+@MODEL_FLAG
+@TEXT_COLUMN_FLAG
+@click.option(
+    "--aggregation-strategy",
+    type=click.Choice(get_args(AggregationStrategy)),
+    default="none",
+    show_default=True,
+    help="How tokens become entities, as in transformers.",
+)
+@JOB_OPTIONS
+@MODEL_OPTIONS
+@ENGINE_OPTIONS
+@TEXT_OPTIONS
+def token_classify_command(
+    inputs: tuple[str, ...],
+    output: str,
+    model: str | None,
+    text_column: str,
+    aggregation_strategy: AggregationStrategy,
+    **flags: Any,
+) -> None:
+    """Find the entities in the text of each row, such as names.
+
+    INPUTS are the same files of texts as for `jaxembed embed`. The output is a folder of Parquet
+    files with the column `entities`: each entity with its label, its score and its place in the
+    text. It can be continued: run the same command again after an interruption.
+    """
+
+    def make(embedder: "Embedder") -> Any:
+        from jaxembed.bulk.computations import EntityRows
+        from jaxembed.bulk.row_source import TextRows
+
+        return EntityRows(embedder, TextRows((text_column,)), aggregation_strategy)
+
+    score_with(model, "token_classify", flags, make, inputs, output)
 
 
 def score_with(
     model: str | None,
     task: Task,
     flags: dict[str, Any],
-    columns: tuple[str, ...],
-    raw_scores: bool,
+    make: Callable[["Embedder"], Any],
     inputs: tuple[str, ...],
     output: str,
 ) -> None:
-    """Load a model that can do the task, and write the score or labels of each row as Parquet.
+    """Load a model that can do the task, and write the result of each row as Parquet.
 
-    `columns` are the columns of the query and the document, or of the one or two texts to classify.
-    Raises ConfigError and WrongTask before weights are downloaded, and the errors of
-    `run_folder_job`.
+    `make` returns the Computation of the results. Raises ConfigError and WrongTask before weights
+    are downloaded, and the errors of `run_folder_job`.
     """
     job_options = folder_options(flags)
     check_folder_job(inputs, output)
-
-    def make(embedder: "Embedder") -> Any:
-        from jaxembed.bulk.computations import ClassifyRows, ScoreRows
-        from jaxembed.bulk.row_source import TextRows
-
-        if task == "rerank" and embedder.spec.task == "embed":
-            logger.info(
-                "%s is an embedding model: scores are similarities of its embeddings; "
-                "--model names a reranker",
-                embedder.name,
-            )
-        kind = ScoreRows if task == "rerank" else ClassifyRows
-        return kind(embedder, TextRows(columns), raw_scores)
-
     run_folder_job(partial(load_for_task, model, task, flags), make, inputs, output, job_options)

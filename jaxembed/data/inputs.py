@@ -6,6 +6,10 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+AggregationStrategy = Literal["none", "simple", "first", "average", "max"]
+"""How the labels of tokens become entities. With "none" each token is one. The others join
+neighbours of the same label; before that, all but "simple" give the tokens of a word one label."""
+
 Priority = Literal["interactive", "bulk"]
 """The priority of a request: a person waits for an interactive one, and a job for a bulk one."""
 

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-OutputName = Literal["dense", "logits", "sparse", "token_weights", "multi_vector", "tokens"]
+OutputName = Literal[
+    "dense", "logits", "token_logits", "sparse", "token_weights", "multi_vector", "tokens"
+]
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class OutputKind:
 OUTPUTS: dict[OutputName, OutputKind] = {
     "dense": OutputKind("slot"),  # the pooled vector, after the modules of the head
     "logits": OutputKind("slot"),  # the logits of a classifier or reranker
+    "token_logits": OutputKind("token"),  # the logits of a token classifier
     "sparse": OutputKind("slot", sparse=True),  # the weights of the vocabulary's terms
     "token_weights": OutputKind("token"),  # a weight per token; the host makes term weights of it
     "multi_vector": OutputKind("token"),  # a vector per token, for scores of token pairs

@@ -30,9 +30,10 @@ Activation = Literal[
 Quantize = Literal["int8-weights", "int8"]  # weights in int8, or also the inputs of layers
 DType = Literal["float32", "bfloat16", "float16"]
 
-Task = Literal["embed", "classify", "rerank"]
+Task = Literal["embed", "classify", "rerank", "token_classify"]
 """What a model computes: "embed" is vectors of texts, "classify" is a logit for each of several
-labels, and "rerank" is one logit for a pair of texts."""
+labels, "rerank" is one logit for a pair of texts, and "token_classify" is a logit for each token
+and label."""
 
 ScoreFunction = Literal["sigmoid", "softmax"]
 
@@ -332,9 +333,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     `config` holds the fields of the architecture's config dataclass. `heads` are the heads on the
     backbone, by the name of the output that each computes. The first head is the primary one, which
-    the model is served for: "dense", "sparse" or "multi_vector" for an embedder, and "logits" for a
-    classifier or reranker. There is a logit for each of the `labels`, and `score_function` turns
-    logits into scores.
+    the model is served for: "dense", "sparse" or "multi_vector" for an embedder, "logits" for a
+    classifier or reranker, and "token_logits" for a token classifier. There is a logit for each of
+    the `labels`, and `score_function` turns logits into scores.
 
     `template` is the prompt of a pair. `interaction` says how a multi-vector model tokenizes
     queries and documents. `filled` describes augmentation tokens that are added to every text.
@@ -419,8 +420,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def task(self) -> Task:
-        """The task of the model: "embed", or with logits "classify" if there are several labels and
-        "rerank" if there is one."""
+        """The task of the model: "embed", with logits of tokens "token_classify", and with logits
+        of texts "classify" if there are several labels and "rerank" if there is one."""
+        if self.primary == "token_logits":
+            return "token_classify"
         if self.primary != "logits":
             return "embed"
         return "classify" if len(self.labels) > 1 else "rerank"

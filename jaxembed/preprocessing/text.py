@@ -72,6 +72,9 @@ class Tokenized(msgspec.Struct, frozen=True, eq=False):
     truncated: int
     windows: Windows | None = None  # where the windows are, if documents were divided
     chunked: PooledChunks | None = None  # where the chunks are, if each chunk gets a vector
+    # int32 [tokens, 2]: the first character of each token in its text, and the character after its
+    # last; -1 for special tokens. None unless they were asked for.
+    offsets: np.ndarray | None = None
 
 
 class TokenizationOptions(msgspec.Struct, frozen=True):
@@ -217,12 +220,12 @@ class TextProcessor:
             rows: list[list[int]] = []
             truncated = 0
             try:
-                for text, (encoding, whole) in encoded:
+                for text, (encoding, left_out) in encoded:
                     row = encoding.ids
                     # Texts that are empty, too long or contain special ids need `_finish`.
                     is_usual = 0 < len(row) <= self.limit and 0 < len(text.text) <= max_length
                     if not is_usual or (special_ids and not special_ids.isdisjoint(row)):
-                        finished, was_cut = self._finish(text, encoding, whole, tokenization)
+                        finished, was_cut = self._finish(text, encoding, not left_out, tokenization)
                         row = finished.ids.tolist()
                         truncated += was_cut
                     rows.append(row)
@@ -246,10 +249,31 @@ class TextProcessor:
                         "this model scores pairs, such as a query and a document, not single texts"
                     )
                 else:
-                    text, (encoding, whole) = next(encoded)
-                    yield self._finish(text, encoding, whole, tokenization)
+                    text, (encoding, left_out) = next(encoded)
+                    yield self._finish(text, encoding, not left_out, tokenization)
 
         return _tokenized(encodings())
+
+    def encode_with_offsets(
+        self, texts: Sequence[Text], tokenization: TokenizationOptions
+    ) -> Tokenized:
+        """Tokenize texts as `encode` does, and find the offsets of their tokens. Raises EmptyInput,
+        InputTooLong, InvalidInput or TokenizerError for the first invalid text."""
+        side, offsets = tokenization.side, [np.zeros((0, 2), np.int32)]
+        plain = [text.text for text in texts]
+        encoded = self._tokenizer.encode_enough(plain, self.limit, side, fast=False)
+
+        def encodings() -> Iterator[tuple[Encoding, bool]]:
+            for text, (encoding, left_out) in zip(texts, encoded, strict=True):
+                yield self._finish(text, encoding, not left_out, tokenization)
+                places = np.array(encoding.offsets, np.int32).reshape(-1, 2)
+                if side == "left":
+                    places += left_out
+                places[np.array(encoding.special_tokens_mask, bool)] = -1
+                offsets.append(self._within(places, self.limit, side))
+
+        tokenized = _tokenized(encodings())
+        return msgspec.structs.replace(tokenized, offsets=np.concatenate(offsets))
 
     def _short_row(self, text: str) -> np.ndarray | None:
         """Return the token ids of a text with its special tokens, int32 `[tokens]`, if they are
@@ -415,6 +439,11 @@ class TextProcessor:
         ]
 
     @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, which says how tokens are spelled and which of them form a word."""
+        return self._tokenizer
+
+    @property
     def _frame(self) -> Frame:
         """What surrounds the texts of a pair. Raises InvalidInput if the model takes no pairs."""
         if self._pair_frame is None:
@@ -452,12 +481,13 @@ class TextProcessor:
         encodings = self._tokenizer.encode_enough(prompted, room, tokenization.side)
         expansion = interaction.expansion if tokenization.role == "query" else None
         marker_index = min(self._around[0], 1)  # after the first special token, such as [CLS]
-        for text, (encoding, whole) in zip(texts, encodings, strict=True):
+        for text, (encoding, left_out) in zip(texts, encodings, strict=True):
             self._refuse_empty(text, len(encoding), tokenization)
             count = len(encoding)
             if count > room and not tokenization.truncate:
                 # `limit - room` is the number of markers, which `count` does not include.
-                raise InputTooLong(limit, limit + count - room if whole else limit + 1, exact=whole)
+                got = limit + 1 if left_out else limit + count - room
+                raise InputTooLong(limit, got, exact=not left_out)
             ids = self._within(np.array(encoding.ids, np.int32), room, tokenization.side)
             if marker is not None:
                 ids = np.insert(ids, marker_index, np.int32(marker))
@@ -543,8 +573,8 @@ class TextProcessor:
         return InputTooLong(self.limit, got if whole else self.limit + 1, exact=whole)
 
     def _within(self, row: np.ndarray, max_tokens: int, side: Side) -> np.ndarray:
-        """Truncate the ids or the token types of a text on one side, but keep the special tokens
-        around it."""
+        """Truncate the ids, the token types or the offsets of a text on one side, but keep the
+        special tokens around it."""
         if len(row) <= max_tokens:
             return row
         before, after = self._around
@@ -649,7 +679,7 @@ class TextProcessor:
         max_tokens = min(tokenization.max_windows * room, MAX_DIVIDED_TOKENS)
         # Without `max_second_tokens` use one token more than fits, to see whether that is too long.
         max_used = tokenization.max_second_tokens or max_tokens + 1
-        ((encoding, whole),) = self._tokenizer.encode_enough(
+        ((encoding, left_out),) = self._tokenizer.encode_enough(
             [text],
             min(max_tokens, max_used) + around_tokens,
             "right",
@@ -664,7 +694,7 @@ class TextProcessor:
         is_shortened = len(doc_ids) > max_used  # the request asks for that by `max_second_tokens`
         bounds = windows(min(len(doc_ids), max_used, max_tokens), room, division.overlap)
         is_long = min(len(doc_ids), max_used) > max_tokens or len(bounds) > tokenization.max_windows
-        is_long |= not (whole or is_shortened)  # the rest of the document was not read
+        is_long |= bool(left_out) and not is_shortened  # the rest of the document was not read
         if is_long and not tokenization.truncate:
             raise self._too_long(self.limit + 1, whole=False)
         is_cut = is_long or is_shortened

@@ -50,6 +50,7 @@ WIDER: dict[OffsetUnit, tuple[int, ...]] = {
     "utf-8": (0x80, 0x800, 0x10000),
 }
 
+UNKNOWN = ("[UNK]", "<unk>")  # names of the token for text that is not in the vocabulary
 # Steps of normalizers that change no ASCII character. BERT's normalizer has some of them, and
 # removes control characters.
 UNICODE_STEPS = ("NFC", "NFD", "NFKC", "NFKD", "StripAccents")
@@ -125,16 +126,16 @@ class Tokenizer:
         *,
         special: bool = True,
         fast: bool = True,
-    ) -> Iterator[tuple[tokenizers.Encoding, bool]]:
+    ) -> Iterator[tuple[tokenizers.Encoding, int]]:
         """Tokenize as much of each text as is needed to keep `max_tokens` tokens.
 
-        Yields for each text a tokenizers.Encoding, and whether it is of the whole text. Of a long
-        text only a part is tokenized, so long that the `max_tokens` tokens to keep are certain to
-        be the same as in the whole text. `side` is the side that tokens are cut from. `special`
-        adds special tokens. `fast` leaves out offsets and words, except for texts that are
-        tokenized together with a long one. Raises TokenizerError if the tokenizer refuses a text,
-        and InvalidInput if the words of a text are too long: even `max_read_characters(max_tokens)`
-        characters do not determine the tokens.
+        Yields for each text a tokenizers.Encoding, and how many characters of the text it leaves
+        out at `side`; 0 for an encoding of the whole text. Of a long text only a part is tokenized,
+        so long that the `max_tokens` tokens to keep are certain to be as in the whole text.
+        `side` is the side that tokens are cut from. `special` adds special tokens. `fast` leaves
+        out offsets and words, except for texts that are tokenized together with a long one. Raises
+        TokenizerError if the tokenizer refuses a text, and InvalidInput if the words of a text are
+        too long: even `max_read_characters(max_tokens)` characters do not determine the tokens.
         """
         first_cut = FIRST_CUT * (max_tokens + CUT_MARGIN)
         for chunk in chunks(texts, len):
@@ -143,7 +144,7 @@ class Tokenizer:
             encodings = self.encode(parts, special=special, fast=fast and is_whole)
             for text, encoding in zip(chunk, encodings, strict=True):
                 if len(text) <= first_cut:
-                    yield encoding, True
+                    yield encoding, 0
                 else:
                     yield self._read_on(text, encoding, max_tokens, side, special=special)
 
@@ -152,17 +153,49 @@ class Tokenizer:
     ) -> Iterator[tuple[np.ndarray, bool]]:
         """Tokenize texts as `encode_enough` does, without special tokens. Yields for each text the
         token ids, int32 `[tokens]`, and whether these are of the whole text."""
-        for encoding, whole in self.encode_enough(texts, max_tokens, side, special=False):
-            yield np.array(encoding.ids, np.int32), whole
+        for encoding, left_out in self.encode_enough(texts, max_tokens, side, special=False):
+            yield np.array(encoding.ids, np.int32), not left_out
+
+    def words(
+        self, text: str, ids: np.ndarray, offsets: np.ndarray
+    ) -> tuple[list[str], list[bool]]:
+        """Return for each token how it is spelled, and whether it continues the word of the token
+        before it, by the rules of TokenClassificationPipeline in transformers 5.
+
+        `ids`, int32 `[tokens]`, are of tokens of `text`, and `offsets`, int32 `[tokens, 2]`, are
+        their first character and the character after their last. An unknown token is spelled as in
+        the text.
+        """
+        model, vocabulary = self.file.model, self.file
+        named = (getattr(model, "unk_token", None), *UNKNOWN)
+        numbers = [vocabulary.token_to_id(name) for name in named if name is not None]
+        unknown = next((number for number in numbers if number is not None), None)
+        has_prefix = bool(getattr(model, "continuing_subword_prefix", None))
+        spellings, continue_word = [], []
+        for token_id, (start, end) in zip(ids.tolist(), offsets.tolist(), strict=True):
+            is_known = token_id != unknown
+            spelling = (vocabulary.id_to_token(token_id) or "") if is_known else text[start:end]
+            is_joined = start > 0 and " " not in text[start - 1 : start + 1]
+            spellings.append(spelling)
+            continue_word.append(
+                is_known and (len(spelling) != end - start if has_prefix else is_joined)
+            )
+        return spellings, continue_word
+
+    def joined(self, spellings: Sequence[str]) -> str:
+        """Return the text that tokens with these spellings stand for."""
+        decoder = self.file.decoder
+        return " ".join(spellings) if decoder is None else decoder.decode(list(spellings))
 
     def _read_on(
         self, text: str, encoding, max_tokens: int, side: Side, *, special: bool
-    ) -> tuple[tokenizers.Encoding, bool]:
+    ) -> tuple[tokenizers.Encoding, int]:
         """Tokenize longer and longer parts of a long text, until the `max_tokens` tokens to keep
-        are certain. `encoding` is of the first part. Returns the last tokenizers.Encoding, and
-        whether it is of the whole text. Raises InvalidInput if the words of the text are too long,
+        are certain. `encoding` is of the first part. Returns the last tokenizers.Encoding, and how
+        many characters it leaves out. Raises InvalidInput if the words of the text are too long,
         and TokenizerError."""
         cut = FIRST_CUT * (max_tokens + CUT_MARGIN)
+        part = _cut(text, cut, side)
         while cut < len(text) and not _is_enough(encoding, max_tokens, side):
             if cut >= max_read_characters(max_tokens):
                 end = "first" if side == "right" else "last"
@@ -172,8 +205,9 @@ class Tokenizer:
                     "parts"
                 )
             cut = min(2 * cut, max_read_characters(max_tokens))
-            encoding = self.encode([_cut(text, cut, side)], special=special, fast=False)[0]
-        return encoding, cut >= len(text)
+            part = _cut(text, cut, side)
+            encoding = self.encode([part], special=special, fast=False)[0]
+        return encoding, len(text) - len(part)
 
 
 def _encode(

@@ -254,6 +254,16 @@ class Label:
     score: float
 
 
+class TokenScores(RequestStats, frozen=True, eq=False):
+    """The answer of a token classifier, in the order of the texts. `find_entities` makes entities
+    of it."""
+
+    logits: Ragged  # for each text float32 [tokens, labels]
+    ids: np.ndarray  # int32 [tokens of all texts]
+    offsets: np.ndarray  # int32 [tokens of all texts, 2], as in Tokenized
+    labels: tuple[str, ...]
+
+
 class Scores(RequestStats, frozen=True, eq=False):
     """The answer of a reranker or classifier, in the order of the inputs."""
 

@@ -23,17 +23,26 @@ from jaxembed.preprocessing.images.processor import Processor
 from jaxembed.preprocessing.text import Row, TextProcessor, TokenizationOptions, Tokenized
 from jaxembed.preprocessing.windows import NO_CHUNKS, pool_slots
 from jaxembed.quantise import quantise
-from jaxembed.runtime.options import Embeddings, EncodeOptions, ScoreOptions, Scores, best_windows
+from jaxembed.runtime.options import (
+    Embeddings,
+    EncodeOptions,
+    ScoreOptions,
+    Scores,
+    TokenScores,
+    best_windows,
+)
 from jaxembed.runtime.postprocess import keep_largest, term_weights
 
 INPUT_BYTES = 1024  # memory of an input besides text and tokens; measured: 0.8 KB
 TOKEN_BYTES = 8  # memory of a token: its id, twice while a batch is packed
+OFFSETS_BYTES = 16  # memory of the offsets of a token: two int32, twice while they are joined
 FLOAT_BYTES = 4
 TERM_BYTES = 8  # memory of a term of a sparse embedding: its value and its index
 TERMS_A_TOKEN = 16  # estimated terms of a sparse embedding per token; `excess_bytes` corrects it
 LEAST = 5e-324  # the least float64 above zero
 SQUARED_AT_ONCE = 64  # vectors; numpy copies them to float64
 LOGITS: frozenset[OutputName] = frozenset({"logits"})
+TOKEN_LOGITS: frozenset[OutputName] = frozenset({"token_logits"})
 
 Answer = TypeVar("Answer")
 
@@ -325,6 +334,37 @@ class QueryRequest(ScoreRequest):
     def inputs(self) -> Sequence[Input]:
         """Return the pairs of the query and each document."""
         return [Pair(self.query, document) for document in self.items]
+
+
+@dataclass(frozen=True)
+class TokenScoreRequest(Request[TokenScores]):
+    """A request for the logits of each token. `items` are Texts."""
+
+    options: ScoreOptions
+
+    def prepare(self, processor: Processor, shared: Row | None, chunk: Sequence) -> Tokenized:
+        """Tokenize a chunk of the texts, and find the offsets of their tokens. Raises InvalidInput
+        or TokenizerError."""
+        assert isinstance(processor, TextProcessor)
+        return processor.encode_with_offsets(chunk, self.tokenization)
+
+    def finish(self, spec: ModelSpec, run: Run) -> TokenScores:
+        """Return the logits, with the labels, and with the ids and offsets of the tokens."""
+        work, offsets = run.tokenized.work, run.tokenized.offsets
+        if offsets is None:  # there are no texts
+            offsets = np.zeros((0, 2), np.int32)
+        return TokenScores(
+            run.values["token_logits"],
+            work.planes["ids"],
+            offsets,
+            spec.labels,
+            **run.common_fields,
+        )
+
+    def cost(self, spec: ModelSpec, sequences: int, tokens: int) -> Cost:
+        """Return the cost of the request, including the offsets of its tokens."""
+        base = super().cost(spec, sequences, tokens)
+        return base._replace(bytes=base.bytes + tokens * OFFSETS_BYTES)
 
 
 @dataclass(frozen=True)

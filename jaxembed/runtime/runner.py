@@ -12,6 +12,9 @@ from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
+import msgspec
+import numpy as np
+
 from jaxembed.data.inputs import Text
 from jaxembed.data.spec import IMAGE_ROUTE, ModelSpec
 from jaxembed.data.work import (
@@ -30,7 +33,7 @@ from jaxembed.preprocessing.images.processor import Processor
 from jaxembed.preprocessing.text import Row, TextProcessor, Tokenized, characters
 from jaxembed.preprocessing.tokenizer import SHORT_CHARACTERS, chunks
 from jaxembed.preprocessing.windows import join_chunked, join_windows
-from jaxembed.runtime.options import Embeddings, Scores
+from jaxembed.runtime.options import Embeddings, RequestStats
 from jaxembed.runtime.requests import (
     Answer,
     EncodeRequest,
@@ -402,7 +405,7 @@ class Dispatcher:
                 count = excess_bytes(answer)
                 await permit.reservation.make_room(count)
                 permit.reservation.charge(count)
-            if isinstance(answer, Embeddings | Scores):
+            if isinstance(answer, RequestStats):
                 permit.charge_answer(answer.total_tokens)
             return answer
 
@@ -456,12 +459,14 @@ def _join_chunks(parts: Sequence[Tokenized], request: Request) -> Tokenized:
         (part,) = parts
         if work is part.work:
             return part
-        return Tokenized(work, part.truncated, part.windows, part.chunked)
+        return msgspec.structs.replace(part, work=work)
+    offsets = [part.offsets for part in parts if part.offsets is not None]
     return Tokenized(
         work,
         sum(part.truncated for part in parts),
         join_windows([part.windows for part in parts]),
         join_chunked([part.chunked for part in parts]),
+        np.concatenate(offsets) if offsets else None,
     )
 
 

@@ -40,7 +40,7 @@ def summary(spec: ModelSpec) -> dict[str, Any]:
         }
     else:
         task_fields = {
-            "outputs": {"logits": spec.dim},
+            "outputs": {spec.primary: spec.dim},
             "labels": list(spec.labels),
             "score_function": spec.score_function,
             "template": msgspec.to_builtins(spec.template),

@@ -33,6 +33,7 @@ from jaxembed.quantise import NEEDS_RANGES, EmbeddingDtype, embedding_dtype
 from jaxembed.runtime.options import EncodeOptions, RequestedOptions, ScoreOptions
 from jaxembed.runtime.requests import (
     LOGITS,
+    TOKEN_LOGITS,
     ComparedRequest,
     ComputeRequest,
     EncodeRequest,
@@ -40,6 +41,7 @@ from jaxembed.runtime.requests import (
     MixedRequest,
     QueryRequest,
     ScoreRequest,
+    TokenScoreRequest,
 )
 from jaxembed.runtime.similarity import Weights, weights_of
 
@@ -47,11 +49,13 @@ SUPPORTED_TASKS: dict[Task, tuple[Task, ...]] = {  # the tasks that a model of e
     "embed": ("embed",),
     "classify": ("classify",),
     "rerank": ("rerank", "classify"),
+    "token_classify": ("token_classify",),
 }
 KIND: dict[Task, str] = {
     "embed": "an embedding model",
     "classify": "a classifier",
     "rerank": "a reranker",
+    "token_classify": "a token classifier",
 }
 # Options that only models that score pairs have -> the request field that sets each option.
 PAIR_FIELDS = {"instruction": "instruction", "max_document_tokens": "max_tokens_per_doc"}
@@ -494,6 +498,22 @@ class Tasks:
         tokenization, adapter = self._tokenization(options), self._adapter_number(options.adapter)
         return ScoreRequest(
             inputs, tokenization, LOGITS, options.priority, options, adapter=adapter
+        )
+
+    def score_tokens(self, inputs: Sequence[Input], options: ScoreOptions) -> TokenScoreRequest:
+        """Make the request for the logits of each token of texts. Raises WrongTask, and
+        InvalidInput, also for token ids, which have no place in a text."""
+        check_task(self._name, self._spec, "token_classify")
+        for index, item in enumerate(inputs):
+            if not isinstance(item, Text):
+                raise InvalidInput(
+                    "only texts can be divided into entities; token ids and pairs have no place "
+                    "in a text, so send the text",
+                    index=index,
+                )
+        tokenization, adapter = self._tokenization(options), self._adapter_number(options.adapter)
+        return TokenScoreRequest(
+            inputs, tokenization, TOKEN_LOGITS, options.priority, options, adapter=adapter
         )
 
     def rerank(

@@ -15,7 +15,7 @@ from jaxembed.data.spec import Task
 from jaxembed.engine.admission import Reservation
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.observability.tracing import Trace, current_trace
-from jaxembed.runtime.options import Embeddings, Scores, Similarities
+from jaxembed.runtime.options import RequestStats, Similarities
 from jaxembed.server.auth.permissions import check_name
 from jaxembed.server.http.exchange import Response, current_exchange
 from jaxembed.server.service import Service, current_service
@@ -130,14 +130,14 @@ class Meter(AbstractContextManager["Meter"]):
         self.size = size
         self.loaded.telemetry.request_count.labels(size.method).inc()
 
-    async def answer(self, answer: Embeddings | Scores, response: Awaitable[Response]) -> Response:
+    async def answer(self, answer: RequestStats, response: Awaitable[Response]) -> Response:
         """Await the response, which encodes `answer`. Record how long that takes, and return the
         response after `stamp` has added its headers."""
         with self.time("encode"):
             encoded = await response
         return self.stamp(encoded, answer)
 
-    def stamp(self, response: Response, answer: Embeddings | Scores) -> Response:
+    def stamp(self, response: Response, answer: RequestStats) -> Response:
         """Count the request as answered, and add headers with the durations and counts of the
         request to the response."""
         total_s = time.monotonic() - self.started_at

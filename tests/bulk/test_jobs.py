@@ -17,18 +17,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from commands import FORKS
+from conftest import save_tiny
 from fake_computation import DigestRows, table, vectors_of
 from fakes import until
 from test_embedder import save_scorer
 
-from jaxembed import Embedder
+from jaxembed import Embedder, Entity
 from jaxembed.bulk import job as jobs
 from jaxembed.bulk.ahead import CALLS_AHEAD
-from jaxembed.bulk.computations import ClassifyRows, EmbedRows, ScoreRows, as_arrow
+from jaxembed.bulk.computations import ClassifyRows, EmbedRows, EntityRows, ScoreRows, as_arrow
 from jaxembed.bulk.row_source import TextRows
 from jaxembed.bulk.run import JobProgress, Rows, run_job
 from jaxembed.cli.options import EXIT_TEMPORARY, exit_status
 from jaxembed.config import EngineConfig
+from jaxembed.data.spec import DenseLayer, PerToken
 from jaxembed.data.work import Ragged, SparseRows
 from jaxembed.errors import ConfigError, InvalidInput, JaxembedError, WrongTask
 from jaxembed.runtime.tasks import check_task
@@ -530,6 +532,26 @@ def test_scores_and_labels_are_those_of_the_library(tmp_path, pairs_file, grid_f
             assert [one["label"] for one in some] == [one.label for one in wanted]
             scores = [one.score for one in wanted]
             np.testing.assert_allclose([one["score"] for one in some], scores, atol=1e-5)
+
+
+def test_entities_are_those_of_the_library(tmp_path, pairs_file, load_model):
+    labels = ("O", "B-PER", "I-PER", "LOC")
+    head = PerToken((DenseLayer(32, len(labels), activation="identity"),))
+    path = save_tiny(tmp_path / "tagger", heads={"token_logits": head}, labels=labels)
+    tagger = load_model(path, 4, 64)
+    texts = [f"the cat number {k} sat" for k in range(40)]
+    for strategy in ("none", "simple"):
+        job = EntityRows(tagger, TextRows(), strategy)
+        run_job(job, Rows([str(pairs_file)]), str(tmp_path / strategy))
+        found = table(tmp_path / strategy)["entities"].to_pylist()
+        for some, wanted in zip(found, tagger.token_classify(texts, strategy), strict=True):
+            assert [Entity(**one | {"score": 0.0}) for one in some] == [
+                replace(one, score=0.0) for one in wanted
+            ]
+            scores = [one.score for one in wanted]
+            np.testing.assert_allclose([one["score"] for one in some], scores, atol=1e-6)
+    with pytest.raises(ConfigError, match=r"--aggregation-strategy .*: .*simple.* before"):
+        run_job(replace(job, strategy="none"), Rows([str(pairs_file)]), str(tmp_path / "simple"))
 
 
 def test_an_embedder_scores_rows_by_its_vectors(embedder, tmp_path, pairs_file):

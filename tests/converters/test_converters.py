@@ -217,7 +217,7 @@ POOLING, OF_MODEL = "1_Pooling/config.json", "config_sentence_transformers.json"
     [
         ("config.json", {"model_type": "mt5"}, "model_type 'mt5' is not supported; known: albert"),
         ("config.json", {"model_type": None}, "model_type None"),
-        ("config.json", {"architectures": ["BertForTokenClassification"]}, "ForTokenClassificatio"),
+        ("config.json", {"architectures": ["BertForMultipleChoice"]}, "BertForMultipleChoice"),
         ("config.json", {"hidden_act": "mish"}, "hidden_act 'mish' is not supported; known: gelu"),
         ("config.json", {"position_embedding_type": "relative_key"}, "relative_key"),
         ("config.json", {"is_decoder": True}, "is_decoder=True"),

@@ -99,6 +99,49 @@ def test_what_is_not_scored_is_refused_by_name(said, error, message, tmp_path):
         outline(write_scorer(tmp_path, **said))
 
 
+BERT_TOKENS = "BertForTokenClassification"
+
+
+def write_token_classifier(folder: Path, labels: int = 3, **config: Any) -> Path:
+    """A BertForTokenClassification as transformers saves it, which has no pooler."""
+    backbone = {f"bert.{name}": tensor for name, tensor in sources.bert_tensors().items()}
+    tensors = backbone | sources.head_tensors({"classifier": (WIDTH, labels)})
+    id2label = {str(n): f"LABEL_{n}" for n in range(labels)}
+    config = {"id2label": id2label, "architectures": [BERT_TOKENS]} | config
+    return sources.write_bert(folder, tensors=tensors, **config)
+
+
+def test_a_token_classifier_has_a_layer_on_each_hidden_state(tmp_path):
+    source = write_token_classifier(
+        tmp_path / "source", id2label={"1": "O", "0": "B-X", "2": "I-X"}
+    )
+    spec, params = converted(source)
+    assert (spec.task, spec.labels, spec.dim) == ("token_classify", ("B-X", "O", "I-X"), 3)
+    assert spec.representations == ()
+    head = {name for name in params if name.startswith("heads.")}
+    assert head == {f"heads.token_logits.modules.0.{name}" for name in ("kernel", "bias")}
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "message"),
+    [
+        unsupported(
+            "architecture 'MPNetForTokenClassification' is not supported",
+            architectures=["MPNetForTokenClassification"],
+        ),
+        unsupported(
+            "own code .*AutoModelForTokenClassification: modeling_x",
+            auto_map={"AutoModelForTokenClassification": MINE},
+        ),
+        damaged("id2label", id2label={"0": "a", "2": "b"}),
+    ],
+    ids=str,
+)
+def test_token_classifiers_that_are_not_served_are_refused_by_name(said, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        outline(write_token_classifier(tmp_path, **said))
+
+
 def test_a_dense_path_of_a_model_that_scores_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="dense path '2_Dense' takes the place of a Dense"):
         outline(write_scorer(tmp_path), dense_path="2_Dense")

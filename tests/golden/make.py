@@ -9,6 +9,7 @@ A golden is one .npz of
     pooled             [sequences, poolings * width]: their hidden states in every pooling of
                        POOLINGS, side by side
     logits             [sequences, labels]: of a model that scores
+    token_logits       [tokens, labels]: of a model that scores tokens
     calls              JSON: the method, inputs and options of calls to SentenceTransformer or
                        CrossEncoder, in jaxembed's words
     vectors/N          [texts, dim]: what call N gives, of an embedder
@@ -16,6 +17,8 @@ A golden is one .npz of
                        that scores
     dense/N, sparse/N  [texts, dim or terms]: those outputs of call N, of a model of such outputs
     multi_vector/N     [vectors of all texts, width]: that output, of texts of `counts/N` vectors
+    entities/N         JSON: what transformers' pipeline finds in the texts of call N, of a model
+                       that scores tokens; scores/N are the scores of all that it finds
 """
 
 import json
@@ -23,6 +26,7 @@ import os
 import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -167,6 +171,7 @@ class Head:
     labels: tuple[str, ...] = ("LABEL_0",)
     problem_type: str | None = None
     cross_encoder: bool = True
+    of_tokens: bool = False  # a logit for each token and label, of a model without CrossEncoder
     chat_template: str | None = None  # of a language model that answers with ANSWERS, saved whole
 
     @property
@@ -203,6 +208,9 @@ def odd(family: str, pooling: str = "mean", later: tuple[Dense | str, ...] = (),
 NORMALIZED = (NORMALIZE,)
 PLAIN = Head(cross_encoder=False)
 CLASSIFIER = Head(("no", "perhaps", "yes"), cross_encoder=False)
+TOKEN_CLASSIFIER = Head(
+    ("O", "B-PER", "I-PER", "B-LOC", "I-LOC", "MISC"), cross_encoder=False, of_tokens=True
+)
 SEARCH_PROMPTS = {"query": "search_query: ", "document": "search_document: "}
 GEMMA_PROMPTS = {"query": "task: the | query: ", "document": "what: of | how: "}
 QWEN_PROMPTS = {"query": "Instruct: how is the sky\nQuery:", "document": ""}
@@ -326,6 +334,10 @@ CASES: dict[str, Case | Static | Outputs | Judge] = {
         family="t5",
     ),
     "t5_odd_mean": odd("t5", "mean", NORMALIZED, masked_lm=True, max_seq_length=41),
+    "bert_token_classifier": Case(family="bert", head=TOKEN_CLASSIFIER),
+    "deberta_token_classifier": odd("deberta", head=TOKEN_CLASSIFIER),
+    "modernbert_token_classifier": odd("modernbert", head=TOKEN_CLASSIFIER, max_seq_length=41),
+    "xlm_roberta_token_classifier": Case(family="xlm_roberta", head=TOKEN_CLASSIFIER),
     "bert_sparse": Outputs(
         partial(save_sparse, family="bert", config=FAMILIES["bert"].odd), ("sparse",), OF_SPARSE
     ),
@@ -406,7 +418,10 @@ def save_scorer(case: Case, head: Head, folder: Path) -> None:
     """A model with a head that scores, or a language model that answers, with or without a
     CrossEncoder's files."""
     family, is_judge = FAMILIES[case.family], head.chat_template is not None
-    kind, config = class_of(family.masked_lm if is_judge else family.classifier), {}
+    name = family.masked_lm if is_judge else family.classifier
+    if head.of_tokens:
+        name = token_classifier_of(family)
+    kind, config = class_of(name), {}
     if not is_judge:
         config["id2label"] = dict(enumerate(head.labels))
         config["label2id"] = {label: n for n, label in enumerate(head.labels)}
@@ -430,6 +445,11 @@ def save_scorer(case: Case, head: Head, folder: Path) -> None:
         else:
             return
         model.save_pretrained(str(folder), create_model_card=False)
+
+
+def token_classifier_of(family: Family) -> str:
+    """The class of the family's models that score tokens."""
+    return family.backbone.replace("Model", "ForTokenClassification")
 
 
 def _later(case: Case | Static, width: int) -> Iterator[torch.nn.Module]:
@@ -473,6 +493,9 @@ def calls(case: Case) -> list[dict[str, Any]]:
     """In jaxembed's words: method, inputs, options."""
     if case.head is None:
         return _embedding_calls(case)
+    if case.head.of_tokens:
+        strategies = ("none", "simple", "first", "average", "max")
+        return [{"method": "token_classify", "texts": TEXTS, "strategy": one} for one in strategies]
     if len(case.head.labels) == 1:
         return rerank_calls()
     pairs = list(zip(TEXTS, TEXTS[1:] + TEXTS[:1], strict=True))[:-1]
@@ -524,6 +547,19 @@ def score(model: CrossEncoder, head: Head, call: dict[str, Any]) -> np.ndarray:
     return scores.reshape(len(inputs), -1)
 
 
+def entities(model: Any, folder: Path, call: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """What transformers' pipeline finds in each text, as JSON, and the scores."""
+    pipeline = transformers.TokenClassificationPipeline(
+        model=model,
+        tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
+        aggregation_strategy=call["strategy"],
+    )
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # how words are found
+        found = [pipeline(text) for text in call["texts"]]
+    scores = [one.pop("score") for in_text in found for one in in_text]
+    return np.array(json.dumps(found)), np.array(scores, np.float32)
+
+
 @torch.no_grad()
 def _text_logits(model: CrossEncoder, text: str) -> torch.Tensor:
     """Of a text that is no pair, which CrossEncoder does not take."""
@@ -544,6 +580,11 @@ load_scorer = partial(load, kind=CrossEncoder)
 def hidden_states(backbone, ids: np.ndarray, types: np.ndarray | None = None) -> np.ndarray:
     """The last hidden states of one sequence, [length, width]."""
     return _run(backbone, ids, types).last_hidden_state[0].numpy()
+
+
+def token_logits(classifier, ids: np.ndarray, types: np.ndarray | None = None) -> np.ndarray:
+    """Of each token of one sequence, [length, labels]."""
+    return _run(classifier, ids, types).logits[0].numpy()
 
 
 def logits(scorer, ids: np.ndarray, types: np.ndarray | None = None) -> np.ndarray:
@@ -636,6 +677,12 @@ def make(case: Case | Static | Outputs | Judge) -> dict[str, np.ndarray]:
             model = load(folder)
             backbone = model[0].auto_model.eval()
             golden |= {f"vectors/{n}": answer(model, call) for n, call in enumerate(asked)}
+        elif case.head.of_tokens:
+            model = transformers.AutoModelForTokenClassification.from_pretrained(folder).eval()
+            backbone = model.base_model
+            for n, call in enumerate(asked):
+                golden[f"entities/{n}"], golden[f"scores/{n}"] = entities(model, folder, call)
+            golden["token_logits"] = np.concatenate([token_logits(model, *pair) for pair in pairs])
         else:
             model = load_scorer(folder)
             scorer = model.model.eval()

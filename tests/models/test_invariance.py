@@ -15,7 +15,8 @@ from representatives import each
 from test_replica import replica_with
 
 from benchmarks.parameters import random_parameters
-from jaxembed.data.spec import DenseLayer, LayerNormLayer, Vocabulary
+from jaxembed.data.outputs import OUTPUTS
+from jaxembed.data.spec import DenseLayer, LayerNormLayer, PerToken, Vocabulary
 from jaxembed.data.work import Encoding
 from jaxembed.engine.batch import Batch, pack
 from jaxembed.engine.bucket import Bucket
@@ -28,8 +29,6 @@ pytestmark = pytest.mark.usefixtures("optimized")
 BUCKETS = (Bucket(4, 32), Bucket(2, 64))  # rows of 32 have all scores at once, those of 64 blocks
 # FIRST to HUGE - 1 are ordinary tokens. RoBERTa counts FIRST out of its positions.
 PAD, HUGE, FIRST = 0, 48, 1
-OUTPUTS = ("dense", "tokens")
-
 # What stands on a tower that scores: BERT's, ModernBERT's and a language model's.
 HEADS = {
     "two dense layers": {
@@ -50,6 +49,13 @@ HEADS = {
     },
     "vocabulary, maximum": {
         "heads": {"dense": Vocabulary(40, 32, (DenseLayer(32, 32, activation="gelu"),))}
+    },
+    "logits of tokens": {
+        "heads": {
+            "token_logits": PerToken(
+                (DenseLayer(32, 32), LayerNormLayer(32, eps=1e-5), DenseLayer(32, 7))
+            )
+        }
     },
     "vocabulary, sum": {"heads": {"dense": Vocabulary(40, 32, over_tokens="sum")}},
 }
@@ -101,11 +107,13 @@ def _native(request, native_kernels) -> Replica:
 
 
 def run(replica: Replica, batch: Batch, k: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """The pooled vector and the hidden states of entry k."""
-    output = replica.run(batch.bucket, pack(batch, replica.planes), OUTPUTS)
-    row, slot, start = batch.rows[k], batch.slots[k], batch.starts[k]
-    length = batch.sequences[k].length
-    return output["dense"][row, slot], output["tokens"][row, start : start + length]
+    """The primary output, of one slot or of each token, and the hidden states of entry k."""
+    primary = replica.primary
+    output = replica.run(batch.bucket, pack(batch, replica.planes), (primary, "tokens"))
+    row, start = batch.rows[k], batch.starts[k]
+    of_tokens = slice(start, start + batch.sequences[k].length)
+    place = batch.slots[k] if OUTPUTS[primary].per == "slot" else of_tokens
+    return output[primary][row, place], output["tokens"][row, of_tokens]
 
 
 def placed(bucket: Bucket, places) -> Batch:

@@ -173,7 +173,7 @@ def test_an_input_that_is_neither_a_text_nor_an_image_is_refused_with_its_index(
 
 def test_the_help_of_each_method_lists_its_options():
     methods = [name for name in vars(Embedder) if name.endswith("_async")]
-    assert len(methods) == 11
+    assert len(methods) == 12
     for name in methods:
         sync, twin = getattr(Embedder, name.removesuffix("_async")), getattr(Embedder, name)
         options = inspect.signature(sync).parameters

@@ -14,11 +14,13 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
+from conftest import save_tiny
 from live_server import WAIT_S
 from test_front_frames import WORKS, framed, submit
 
 from jaxembed import __version__
 from jaxembed.config import ServerConfig
+from jaxembed.data.spec import DenseLayer, PerToken
 from jaxembed.engine.admission import Cost
 from jaxembed.errors import BackendError
 from jaxembed.server.app import create_app
@@ -113,6 +115,23 @@ async def test_answers_are_those_of_one_process(fronted, embedder):
         shown = (await server.ask(path="/metrics", method="GET")).text
         assert 'te_request_success{method="batch"}' in shown
         assert server.idle
+
+
+async def test_front_ends_find_entities(load_model, tmp_path):
+    labels = ("O", "B-PER", "I-PER", "LOC")
+    head = PerToken((DenseLayer(32, len(labels), activation="identity"),))
+    path = save_tiny(tmp_path / "tagger", heads={"token_logits": head}, labels=labels)
+    tagger = load_model(path, 2, 64)
+    texts = ["the cat sat on mat", "a red blue sky " * 3]
+    async with serving(tagger, 1) as server:
+        body = {"inputs": texts, "aggregation_strategy": "simple", "model": "tiny"}
+        answer = (await server.ask(body, path="/token_classify")).json()
+        found = tagger.token_classify(texts, "simple")
+        wanted = [[(one.label, one.word, one.start, one.end) for one in some] for some in found]
+        keys = ("entity_group", "word", "start", "end")
+        assert [[tuple(one[key] for key in keys) for one in some] for some in answer] == wanted
+        refused = await server.ask({"inputs": [[1, 2]], "model": "tiny"}, path="/token_classify")
+        assert (refused.status_code, server.idle) == (422, True)
 
 
 async def test_four_front_ends_admit_what_one_process_would(fronted, embedder, held, monkeypatch):

@@ -19,6 +19,7 @@ from jaxembed.runtime.options import (
     RequestedOptions,
     ScoreOptions,
     Scores,
+    TokenScores,
 )
 from jaxembed.runtime.requests import Answer, Request
 from jaxembed.runtime.similarity import compare_first, compare_outputs
@@ -116,6 +117,14 @@ async def score_inputs(meter: Meter, inputs: RequestTexts, options: ScoreOptions
     meter.accept(inputs)
     options = replace(options, adapter=meter.adapter)
     return await _answer(meter, meter.loaded.tasks.score(inputs.items, options))
+
+
+async def score_tokens(meter: Meter, inputs: RequestInputs, options: ScoreOptions) -> TokenScores:
+    """Return the logits of each token of the texts of a request, for every label."""
+    meter.accept(inputs)
+    options = replace(options, adapter=meter.adapter)
+    items = cast(Sequence[Input], inputs.items)
+    return await _answer(meter, meter.loaded.tasks.score_tokens(items, options))
 
 
 async def score_documents(

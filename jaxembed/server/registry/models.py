@@ -33,14 +33,16 @@ TASK_ROUTES: dict[Task, str] = {
     "embed": "/v1/embeddings, /embed, /v2/embed",
     "classify": "/predict, /classify",
     "rerank": "/rerank, /v1/rerank, /v2/rerank",
+    "token_classify": "/token_classify",
 }
 UNSPECIFIED = "default/not-specified"  # the name that Infinity's client sends by default
 LONGEST_ALIAS = 200  # maximum characters
 NONE_PERMITTED = "this server has none of the models that the API key may use"
-REFUSAL: dict[Task, str] = {  # TEI's messages
+REFUSAL: dict[Task, str] = {  # TEI's messages, but for the last
     "embed": "Model is not an embedding model",
     "classify": "Model is not a classifier model",
     "rerank": "model is not a re-ranker model",
+    "token_classify": "Model is not a token classifier",
 }
 
 

@@ -3,9 +3,10 @@ are /, /invocations (SageMaker) and /vertex (Vertex AI).
 
 /rerank takes bodies in TEI's form and in Jina's. The other routes handle a body with a `query` as
 /rerank does. Any other body is handled as /embed does if the model that it names is an embedding
-model, or if it names none and an embedding model is served; if not, as /predict does. /embed_sparse
-or /embed_multi takes the place of /embed if its output is the primary output of that model, or of
-all served embedding models.
+model, or if it names none and an embedding model is served; if not, as /predict does.
+/embed_sparse or /embed_multi takes the place of /embed if its output is the primary output of that
+model, or of all served embedding models, and /token_classify that of /predict if the model, or
+every served model, is a token classifier.
 """
 
 import asyncio
@@ -35,11 +36,13 @@ from jaxembed.server.routes.tei import (
     EmbedSparseRequest,
     PredictRequest,
     RerankRequest,
+    TokenClassifyRequest,
     answer_embed,
     answer_multi,
     answer_predict,
     answer_rerank,
     answer_sparse,
+    answer_token_classify,
 )
 
 if TYPE_CHECKING:
@@ -50,7 +53,9 @@ blueprint: Any = Blueprint("hosted", __name__)
 INSTANCES_AT_ONCE = 64  # instances of a /vertex request that run at once; starting one takes 0.3 ms
 
 AnyEmbedRequest = EmbedRequest | EmbedSparseRequest | EmbedMultiRequest
-AnyRequest = AnyEmbedRequest | RerankRequest | DocumentsRequest | PredictRequest
+AnyRequest = (
+    AnyEmbedRequest | RerankRequest | DocumentsRequest | PredictRequest | TokenClassifyRequest
+)
 
 EMBED_REQUESTS: dict[
     OutputName, type[AnyEmbedRequest]
@@ -158,8 +163,10 @@ async def decode_any(
     specs = await pool.specs_of(fields.model, check_name(fields.model))
     primaries: set[OutputName] = {spec.primary for spec in specs if spec.task == "embed"}
     if not primaries:
-        return await decode(data, PredictRequest, check_count, at_once)
-    kind = EmbedRequest if len(primaries) > 1 else EMBED_REQUESTS[primaries.pop()]
+        is_of_tokens = {spec.task for spec in specs} == {"token_classify"}
+        kind = TokenClassifyRequest if is_of_tokens else PredictRequest
+    else:
+        kind = EmbedRequest if len(primaries) > 1 else EMBED_REQUESTS[primaries.pop()]
     return await decode(data, kind, check_count, at_once)
 
 
@@ -193,6 +200,8 @@ async def answer_any(meter: Meter, body: AnyRequest, *, raw_bytes: bool) -> Resp
             return await answer_jina(meter, body)
         case PredictRequest():
             return await answer_predict(meter, body)
+        case TokenClassifyRequest():
+            return await answer_token_classify(meter, body)
 
 
 def _input_count(body: AnyRequest) -> int:
@@ -202,6 +211,7 @@ def _input_count(body: AnyRequest) -> int:
             RerankRequest(texts=inputs)
             | DocumentsRequest(documents=inputs)
             | PredictRequest(inputs=[[*_], *_] as inputs)
+            | TokenClassifyRequest(inputs=[[*_] | str(), *_] as inputs)
             | EmbedRequest(inputs=[[*_] | str() | TypedInput(), *_] as inputs)
             | EmbedSparseRequest(inputs=[[*_] | str(), *_] as inputs)
             | EmbedMultiRequest(inputs=[[*_] | str() | TypedInput(), *_] as inputs)

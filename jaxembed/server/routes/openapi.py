@@ -116,9 +116,12 @@ VECTORS = list[list[float]]
 RERANKS = (tei.RerankRequest, rerank.DocumentsRequest)
 RANKINGS = (list[tei.Rank], rerank.JinaResponse)
 LABELS = (list[rerank.Prediction], list[list[rerank.Prediction]])
+TOKENS, GROUPS = list[tei.TokenLabel], list[tei.EntityGroup]
+ENTITIES = (TOKENS, GROUPS, list[TOKENS], list[GROUPS])
 TERMS = list[list[tei.Term]]
-ANY_REQUEST = (*cloud.EMBED_REQUESTS.values(), *RERANKS, tei.PredictRequest)
-ANY_RESPONSE = (VECTORS, TERMS, list[VECTORS], *RANKINGS, *LABELS)
+LABELLING = tei.PredictRequest, tei.TokenClassifyRequest
+ANY_REQUEST = (*cloud.EMBED_REQUESTS.values(), *RERANKS, *LABELLING)
+ANY_RESPONSE = (VECTORS, TERMS, list[VECTORS], *RANKINGS, *LABELS, *ENTITIES)
 UNQUEUED = (tei.TokenizeRequest, tei.DecodeRequest)  # need no device, so they have no priority
 
 # fmt: off
@@ -146,6 +149,7 @@ ROUTES = (
     Route("hosted.rerank_texts", "Rerank, as TEI; as Jina with `documents`",
           RERANKS, RANKINGS),
     Route("tei.predict", "Labels with scores", tei.PredictRequest, LABELS),
+    Route("tei.token_classify", "Entities in texts", tei.TokenClassifyRequest, ENTITIES),
     Route("rerank.rerank_jina", "Rerank, as Jina; as Voyage with `top_k` or `truncation`",
           rerank.DocumentsRequest, (rerank.JinaResponse, rerank.VoyageResponse)),
     Route("cohere.rerank_cohere", "Rerank, as Cohere", rerank.DocumentsRequest,

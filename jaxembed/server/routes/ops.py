@@ -32,7 +32,11 @@ metrics_blueprint: Any = Blueprint("metrics", __name__)
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # TEI's names of poolings by the names in sentence-transformers, where the two differ.
 TEI_POOLING_NAMES = {"lasttoken": "last_token"}
-MODEL_TYPES = {"rerank": "reranker", "classify": "classifier"}
+MODEL_TYPES = {
+    "rerank": "reranker",
+    "classify": "classifier",
+    "token_classify": "token_classifier",
+}
 
 
 class QueueStats(msgspec.Struct):

@@ -20,6 +20,7 @@ PROBE_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {  # by task: path and b
     "embed": ("/embed", {"inputs": PROBED_QUERY}),
     "rerank": ("/rerank", {"query": PROBED_QUERY, "texts": [PROBED_QUERY]}),
     "classify": ("/predict", {"inputs": PROBED_QUERY}),
+    "token_classify": ("/token_classify", {"inputs": PROBED_QUERY}),
 }
 
 
