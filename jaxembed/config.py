@@ -39,6 +39,7 @@ class TextConfig:
     truncate: bool = True
     default_prompt: str | None = None  # text to put in front of every input
     default_prompt_name: str | None = None  # name of the checkpoint's prompt to put there
+    max_instruction_tokens: int | None = None  # of an instruction or prompt; None: no limit
     workers: int | None = None  # tokenizer threads; None: by the number of cores
 
 

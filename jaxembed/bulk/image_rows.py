@@ -64,7 +64,13 @@ class _Images(RowSource):
     """Rows of one image each. ImageColumn and ImageFiles add how they are read."""
 
     digest_column = "image_digest"
-    unused_flags = ("prompt_name", "role", "default_prompt", "default_prompt_name")
+    unused_flags = (
+        "prompt_name",
+        "instruction",
+        "role",
+        "default_prompt",
+        "default_prompt_name",
+    )
 
     def texts(self, names: Sequence[str], output: str) -> Iterator[str]:
         """Raise ConfigError, because vectors of images are only written as Parquet."""

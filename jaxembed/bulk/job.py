@@ -40,6 +40,7 @@ OPTIONS = {  # by prefix of a field's path: the option that sets the field; the 
     "computation.ranges": "the calibration of the model",
     "computation.options.adapter": "--adapter-name",
     "computation.options.dimensions": "--dimensions",
+    "computation.options.instruction": "--instruction",
     "computation.options.output_dtype": "--output-dtype",
     "computation.options.prompt_name": "--prompt-name",
     "computation.options.role": "--role",

@@ -76,6 +76,10 @@ logger = logging.getLogger("jaxembed")
     help="Name of the model's prompt to put in front of every text (default: the checkpoint's "
     "default prompt).",
 )
+@click.option(
+    "--instruction",
+    help="Instruction in words for every text, in the model's own form (default: none).",
+)
 @click.option("--adapter-name", help="Name of the adapter to embed with (default: none).")
 @click.option(
     "--dimensions",
@@ -116,6 +120,7 @@ def embed_command(
     pdf_dpi: int,
     pdf_timeout: float,
     prompt_name: str | None,
+    instruction: str | None,
     adapter_name: str | None,
     dimensions: int | None,
     output_dtype: EmbeddingDtype,
@@ -139,7 +144,7 @@ def embed_command(
             "--role is for outputs other than dense; choose a prompt with --prompt-name instead"
         )
     source = _row_source(inputs, text_column, image_column, pdf_dpi, pdf_timeout)
-    text_options = {"prompt_name": prompt_name, "role": role, **flags}
+    text_options = {"prompt_name": prompt_name, "instruction": instruction, "role": role, **flags}
     for name in source.unused_flags:
         if text_options[name] is not None:
             raise ConfigError(
@@ -147,6 +152,7 @@ def embed_command(
             )
     options = {
         "prompt_name": prompt_name,
+        "instruction": instruction,
         "adapter": adapter_name,
         "dimensions": dimensions,
         "output_dtype": output_dtype,

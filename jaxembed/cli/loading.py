@@ -93,6 +93,7 @@ def text_config(flags: dict[str, Any]) -> TextConfig:
         truncate=flags["auto_truncate"],
         default_prompt=flags["default_prompt"],
         default_prompt_name=flags["default_prompt_name"],
+        max_instruction_tokens=flags.get("max_instruction_tokens"),
         workers=flags["tokenization_workers"],
     )
 

@@ -130,6 +130,13 @@ SERVER_OPTIONS = section(
         help="Maximum inputs in one request; 0 is no limit.",
     ),
     tei_option(
+        "--max-instruction-tokens",
+        type=click.IntRange(1),
+        default=512,
+        show_default=True,
+        help="Maximum tokens of the `instruction` or `prompt` of a request for embeddings.",
+    ),
+    tei_option(
         "--payload-limit",
         type=click.IntRange(1),
         default=32 * MIB,

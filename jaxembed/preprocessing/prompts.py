@@ -4,6 +4,7 @@ A purpose is the name by which an API calls the use of a text, such as "search_q
 use itself, such as "query". Several purposes may have the same role.
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
@@ -25,6 +26,12 @@ PURPOSES: dict[str, Role] = {  # keys are the names in the APIs of Cohere, Voyag
     "separation": "separation",
 }
 SUFFIXES: dict[str, Role] = {".query": "query", ".passage": "document"}  # as in `retrieval.query`
+# The forms of published prompts for queries with an instruction: what is before and after it
+INSTRUCTED = (
+    re.compile(r"(Instruct: ).+(\n ?Query:\s?)", re.DOTALL),  # E5, Qwen3-Embedding, gte-Qwen2
+    re.compile(r"(<instruct>).+(\n<query>)", re.DOTALL),  # bge-multilingual-gemma2
+    re.compile(r"(task: ).+( \| query: )", re.DOTALL),  # EmbeddingGemma
+)
 # The names of prompts that sentence-transformers looks for, in this order.
 PROMPTS: dict[Role, tuple[str, ...]] = {
     "query": ("query",),
@@ -65,6 +72,20 @@ def named_prompt(name: str, prompts: Mapping[str, str]) -> str:
     if name in prompts:
         return prompts[name]
     raise UnknownPrompt(name, sorted(prompts))
+
+
+def with_instruction(instruction: str, prompts: Mapping[str, str]) -> tuple[str, bool]:
+    """Return the prompt that gives an instruction in words, and whether it is only for queries.
+
+    If a prompt of the checkpoint contains an instruction in one of INSTRUCTED's forms, it replaces
+    that one; the prompt of queries is looked at first. Otherwise it is the prompt itself.
+    """
+    names = sorted(prompts, key=lambda name: role_of(name) != "query")
+    for prompt in (prompts[name] for name in names):
+        for form in INSTRUCTED:
+            if match := form.fullmatch(prompt):
+                return match[1] + instruction + match[2], True
+    return instruction, False
 
 
 def role_of(purpose: str) -> Role | None:

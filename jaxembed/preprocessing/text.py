@@ -4,7 +4,7 @@ import os
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -22,6 +22,7 @@ from jaxembed.errors import (
     EmptyInput,
     InputTooLong,
     InvalidInput,
+    counted,
 )
 from jaxembed.preprocessing.job_threads import JobThreads
 from jaxembed.preprocessing.pairs import Frame, find_frame
@@ -87,7 +88,8 @@ class TokenizationOptions(msgspec.Struct, frozen=True):
     used to estimate its tokens. If `bare_ids` is False, token ids must begin and end with the
     tokenizer's special tokens. `role` is used by multi-vector models, which prepare an input
     without a role as a document. If `may_be_empty` is True, an empty text becomes the special
-    tokens alone; if it is False, an empty text is refused.
+    tokens alone; if it is False, an empty text is refused. If `has_special_names` is False, the
+    name of a special token in a prompt or a text is plain text.
     """
 
     prompt: str
@@ -100,6 +102,7 @@ class TokenizationOptions(msgspec.Struct, frozen=True):
     overlap: int | None = None  # tokens that neighbouring windows share; None: see `overlap_of`
     role: Literal["query", "document"] | None = None
     may_be_empty: bool = False
+    has_special_names: bool = True
 
 
 class TextProcessor:
@@ -175,7 +178,7 @@ class TextProcessor:
         # Jobs of `executor` run in parallel, so further threads within each job would only compete.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.executor = JobThreads(workers, "tokenize")
-        self._prompt_length = lru_cache(maxsize=64)(self._count_prompt)
+        self._count = lru_cache(maxsize=64)(self._count_prompt)
 
     def prompt(self, prompt: str | None, prompt_name: str | None) -> str:
         """Return the text to put before each input: `prompt` if it is given, else the prompt with
@@ -186,6 +189,28 @@ class TextProcessor:
         if prompt_name is None:
             return self._default_prompt
         return named_prompt(prompt_name, self._spec.prompts)
+
+    def check_prompt(self, prompt: str, max_tokens: int | None, field: str) -> bool:
+        """Return whether a prompt that a request sends in words contains the name of a special
+        token. Raises InvalidInput, which names the request field, for one over `max_tokens`."""
+        if max_tokens is not None:
+            is_long = len(prompt) > max_read_characters(max_tokens)
+            if is_long or self._count(self._tokenizer, prompt) - self._around[0] > max_tokens:
+                raise InvalidInput(
+                    f"`{field}` has more than {counted(max_tokens, 'token')}, the limit of "
+                    "--max-instruction-tokens; shorten it",
+                    field=field,
+                )
+        return any(name in prompt for name in self._special_names)
+
+    @cached_property
+    def _special_names(self) -> list[str]:
+        added = self._tokenizer.file.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special]
+
+    def _tokenizer_of(self, tokenization: TokenizationOptions) -> Tokenizer:
+        usual = tokenization.has_special_names
+        return self._tokenizer if usual else self._tokenizer.of_plain_text
 
     def encode(self, inputs: Sequence[Input], tokenization: TokenizationOptions) -> Tokenized:
         """Tokenize inputs in the calling thread, mostly without the interpreter lock.
@@ -204,14 +229,15 @@ class TextProcessor:
             prompted = [text[cut] for text in prompted]
         has_spans = self._has_spans(tokenization)
         is_ids_only = self._needs_only_ids and not has_spans and len(texts) == len(inputs)
-        is_short = self._finds_short and len(texts) == 1 and bool(texts[0].text) and not is_cut
+        is_usual = tokenization.has_special_names and self._finds_short
+        is_short = is_usual and len(texts) == 1 and bool(texts[0].text) and not is_cut
         if is_ids_only and is_short:
             row = self._short_row(prompted[0])
             if row is not None:
                 return Tokenized(whole_work({"ids": row}, np.array([len(row)], np.int32)), 0)
         encoded = zip(
             texts,
-            self._tokenizer.encode_enough(prompted, self.limit, tokenization.side),
+            self._tokenizer_of(tokenization).encode_enough(prompted, self.limit, tokenization.side),
             strict=True,
         )
         if is_ids_only:
@@ -367,10 +393,10 @@ class TextProcessor:
         Raises EmptyInput, InputTooLong, InvalidChunk, InvalidInput or TokenizerError."""
         has_spans = self._has_spans(tokenization)
         late = ChunkingSetup(
-            self._tokenizer,
+            self._tokenizer_of(tokenization),
             tokenization.prompt,
             self._around,
-            unpooled=self._prompt_length(tokenization.prompt) if has_spans else 0,
+            unpooled=self._prompt_length(tokenization) if has_spans else 0,
             has_types=self._has_types,
             limit=self.limit,
             slots=slots,
@@ -450,10 +476,13 @@ class TextProcessor:
             raise InvalidInput("this model takes no pairs: its tokenizer's template is not known")
         return self._pair_frame
 
-    def _count_prompt(self, prompt: str) -> int:
+    def _prompt_length(self, tokenization: TokenizationOptions) -> int:
+        return self._count(self._tokenizer_of(tokenization), tokenization.prompt)
+
+    def _count_prompt(self, tokenizer: Tokenizer, prompt: str) -> int:
         """Count the tokens of a prompt as sentence-transformers does: a special token at the end
         does not count."""
-        ((encoding, _),) = self._tokenizer.encode_enough([prompt], self.limit, "right")
+        ((encoding, _),) = tokenizer.encode_enough([prompt], self.limit, "right")
         return len(encoding) - encoding.special_tokens_mask[-1]
 
     def _encode_marked(
@@ -478,7 +507,9 @@ class TextProcessor:
         limit, marker = self._limit_and_marker(tokenization, interaction)
         room = limit - (marker is not None)
         prompted = (tokenization.prompt + text.text for text in texts)
-        encodings = self._tokenizer.encode_enough(prompted, room, tokenization.side)
+        encodings = self._tokenizer_of(tokenization).encode_enough(
+            prompted, room, tokenization.side
+        )
         expansion = interaction.expansion if tokenization.role == "query" else None
         marker_index = min(self._around[0], 1)  # after the first special token, such as [CLS]
         for text, (encoding, left_out) in zip(texts, encodings, strict=True):
@@ -539,7 +570,7 @@ class TextProcessor:
             types = self._within(types, self.limit, tokenization.side)
         if self._has_spans(tokenization):
             # Pool the tokens after the prompt, and at least the last token.
-            spans = ((min(self._prompt_length(tokenization.prompt), len(ids) - 1), len(ids)),)
+            spans = ((min(self._prompt_length(tokenization), len(ids) - 1), len(ids)),)
         ids, augmentation_tokens = _augmented(ids, self._spec.filled)
         return Encoding(ids, types, spans, augmentation_tokens), is_cut
 

@@ -3,7 +3,9 @@ with the offsets of each token."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -75,6 +77,15 @@ class Tokenizer:
         self.file.no_truncation()
         self._of_ascii = tokenizer_of_ascii(self.file)
         self._words = word_cache_of(self.file, self._of_ascii)
+
+    @cached_property
+    def of_plain_text(self) -> "Tokenizer":
+        """This tokenizer, but for it the name of a special token is plain text."""
+        other = copy(self)
+        shared = _sharing(self.file, self.file.normalizer, self.file.pre_tokenizer)
+        shared.encode_special_tokens = True
+        vars(other).update(file=shared, _of_ascii=None, _words=None)
+        return other
 
     def encode(self, texts: Sequence[str], *, special: bool = True, fast: bool = True) -> list:
         """Tokenize each text. Returns a tokenizers.Encoding for each text.
@@ -237,20 +248,29 @@ def tokenizer_of_ascii(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer 
     # of other tokens the normalizer may make ASCII, which the text may spell
     if shorter == normalizer or not all(is_plain_ascii(token.content) for token in added.values()):
         return None
-    shared = tokenizers.Tokenizer(tokenizer.model)
-    if shorter is not None:
-        shared.normalizer = _read_normalizer(shorter)
-    if _splits_as_bert(tokenizer, shared.normalizer):
+    lighter, splitter = shorter and _read_normalizer(shorter), tokenizer.pre_tokenizer
+    if _splits_as_bert(tokenizer, lighter):
         # the same words, without looking each character up in the tables of Unicode
-        words = tokenizers.Regex(ASCII_WORD)
-        shared.pre_tokenizer = pre_tokenizers.Split(words, "removed", invert=True)
-    elif tokenizer.pre_tokenizer is not None:
-        shared.pre_tokenizer = tokenizer.pre_tokenizer
+        splitter = pre_tokenizers.Split(tokenizers.Regex(ASCII_WORD), "removed", invert=True)
+    shared = _sharing(tokenizer, lighter, splitter)
+    return shared if shared.get_added_tokens_decoder() == added else None
+
+
+def _sharing(
+    tokenizer: tokenizers.Tokenizer, normalizer: Any, splitter: Any
+) -> tokenizers.Tokenizer:
+    """Return a tokenizer that shares the vocabulary of another one, with this normalizer and
+    pre-tokenizer, each of which may be None."""
+    shared = tokenizers.Tokenizer(tokenizer.model)
+    if normalizer is not None:
+        shared.normalizer = normalizer
+    if splitter is not None:
+        shared.pre_tokenizer = splitter
     if tokenizer.post_processor is not None:
         shared.post_processor = tokenizer.post_processor
-    for _, token in sorted(added.items()):
+    for _, token in sorted(tokenizer.get_added_tokens_decoder().items()):
         (shared.add_special_tokens if token.special else shared.add_tokens)([token])
-    return shared if shared.get_added_tokens_decoder() == added else None
+    return shared
 
 
 def word_cache_of(

@@ -35,6 +35,13 @@ class EncodeOptions(msgspec.Struct, frozen=True):
         str | None,
         described("Text to put in front of every text (default: the checkpoint's default prompt)."),
     ] = None
+    instruction: Annotated[
+        str | None,
+        described(
+            "Instruction in words, which replaces that of the checkpoint's prompt for queries, or "
+            "stands before every text if there is no such prompt."
+        ),
+    ] = None
     prompt_name: Annotated[
         str | None, described("Name of a prompt of the checkpoint to put there.")
     ] = None
@@ -69,6 +76,9 @@ class EncodeOptions(msgspec.Struct, frozen=True):
     ] = None
     priority: Annotated[Priority | None, described(PRIORITY)] = None
     bare_ids: Annotated[bool, described("Whether token ids may lack the special tokens.")] = True
+    special_names: Annotated[
+        bool, described("Whether names of special tokens in `prompt` become these tokens.")
+    ] = True
     role: Annotated[
         Role | None,
         described(

@@ -25,6 +25,7 @@ from jaxembed.preprocessing.prompts import (
     prompt_of_role,
     role_of,
     same_purpose,
+    with_instruction,
 )
 from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions
 from jaxembed.preprocessing.tokenizer import MAX_READ_CHARACTERS
@@ -127,7 +128,8 @@ class Tasks:
             except TypeError:  # for 8.0, which the cache would mistake for 8
                 raise TypeError(f"`{name}` of {count!r} is not an integer") from None
         is_long = any(len(purpose) > MAX_PURPOSE for _, purpose in requested.purposes)
-        resolve = self._resolve if is_long or requested.options.prompt else self._cached_intent
+        is_long = is_long or bool(requested.options.prompt or requested.options.instruction)
+        resolve = self._resolve if is_long else self._cached_intent
         return resolve(requested, with_images)
 
     def request(self, inputs: Sequence[Input], intent: Intent) -> EncodeRequest:
@@ -176,7 +178,7 @@ class Tasks:
         """Resolve what a request asks for, as `intent` does, but without a cache. `with_images`
         says whether some inputs are images. Raises WrongTask and InvalidInput."""
         check_task(self._name, self._spec, "embed")
-        options = requested.options
+        options, words, has_special_names = self._with_words(requested)
         if requested.purposes:
             options = self._with_purposes(options, requested.purposes)
         if requested.outputs is not None:
@@ -192,8 +194,12 @@ class Tasks:
         self._check_outputs(options, requested.dimensions_field)
         if with_images:
             self.check_images()
-            for name in ("prompt", "prompt_name", "route"):
-                if getattr(options, name):
+            given = {
+                words: options.prompt,
+                **{n: getattr(options, n) for n in ("prompt_name", "route")},
+            }
+            for name, value in given.items():
+                if value:
                     raise InvalidInput(
                         f"`{name}` is for texts, and the request has images; leave it out, and "
                         "any `input_type` or `task` that sets it",
@@ -202,7 +208,8 @@ class Tasks:
         types: dict[EmbeddingDtype, np.ndarray | None] = {
             name: self.ranges(options, name, requested.types_field) for name in requested.types
         }
-        chosen = options.prompt_name if options.prompt is None else ""  # "": no named prompt
+        chosen = words if options.prompt else ""  # "": no named prompt
+        chosen = options.prompt_name if options.prompt is None else chosen
         adapted, adapter = self._with_prompt_of_adapter(options)
         prompt = self._processor.prompt(adapted.prompt, adapted.prompt_name)
         route = self._route(adapted)
@@ -212,6 +219,7 @@ class Tasks:
             options.truncation_side,
             bare_ids=options.bare_ids,
             role=self._role(adapted),
+            has_special_names=has_special_names,
         )
         # A sparse embedding is computed by its own head, or made from the weights of tokens.
         source = "sparse" if "sparse" in self._routes.specs[route].heads else "token_weights"
@@ -232,6 +240,40 @@ class Tasks:
             requested.dtype,
             types,
         )
+
+    def _with_words(self, requested: RequestedOptions) -> tuple[EncodeOptions, str, bool]:
+        """Return the options with the prompt that their instruction gives; the name of the field
+        that holds the instruction or prompt; and whether the name of a special token in it becomes
+        this token. Raises InvalidInput for an instruction or prompt that is too long or beside a
+        prompt name, and for an instruction for queries beside documents."""
+        options, field = requested.options, "instruction"
+        if options.instruction:
+            if options.prompt:
+                raise InvalidInput(
+                    "`instruction` and `prompt` both say what to put before the texts; send one",
+                    field=field,
+                )
+            prompt, is_for_queries = with_instruction(options.instruction, self._spec.prompts)
+            roles = {options.role, *(role_of(purpose) for _, purpose in requested.purposes)}
+            if is_for_queries and "document" in roles:
+                raise InvalidInput(
+                    "`instruction` is for queries of this model, and the request has documents; "
+                    "leave it out",
+                    field=field,
+                )
+            options = replace(options, prompt=prompt, instruction=None, special_names=False)
+        else:
+            field = "prompt"
+        if not options.prompt or options.special_names:
+            return options, field, True
+        if options.prompt_name is not None:
+            raise InvalidInput(
+                f"`{field}` and `prompt_name` both say what to put before the texts; send one",
+                field=field,
+            )
+        limit = self._text.max_instruction_tokens
+        has_names = self._processor.check_prompt(options.prompt, limit, field)
+        return options, field, not has_names
 
     def _with_purposes(
         self, options: EncodeOptions, purposes: Sequence[tuple[str, str]]
@@ -277,13 +319,17 @@ class Tasks:
                 f"{shown} ask for different {what}; send one of them", field=next(iter(chosen))
             )
         field, purpose = purposes[0]  # any one, because all purposes agree
+        name = next(iter(names), None)
+        # with words in its place, the prompt cannot select the adapter of its name
+        adapter = name if options.prompt and name in tasks else None
         return replace(
             options,
-            prompt=None if names or adapters else "",  # "" is no prompt
-            prompt_name=next(iter(names), None),
+            # "" is no prompt
+            prompt=options.prompt or (None if names or adapters else ""),
+            prompt_name=None if options.prompt else name,
             route=self.route_for(purpose, field),
             role=next(iter(roles), None),
-            adapter=next(iter(adapters.values()), options.adapter),
+            adapter=next(iter(adapters.values()), options.adapter or adapter),
         )
 
     def _adapter_of_purpose(self, purpose: str, field: str) -> str | None:
@@ -687,13 +733,14 @@ class Tasks:
     def for_role(self, role: Role, options: EncodeOptions) -> EncodeOptions:
         """Return the options with the route and the prompt of a role, such as "query".
 
-        A route that is set in the options stays. A prompt or an adapter that is set stays, and the
-        role's prompt is then not used. A role without a prompt of its own gets no prompt, not even
-        the default one, as in sentence-transformers. Raises UnknownRoute.
+        A route that is set in the options stays. An instruction, a prompt or an adapter that is set
+        stays, and the role's prompt is then not used. A role without a prompt of its own gets no
+        prompt, not even the default one, as in sentence-transformers. Raises UnknownRoute.
         """
         route = self.route_for(role) if options.route is None else options.route
         options, prompts = replace(options, route=route, role=role), self._spec.prompts
-        if {options.prompt, options.prompt_name, options.adapter} != {None}:
+        given = {options.instruction, options.prompt, options.prompt_name, options.adapter}
+        if given != {None}:
             return options
         chosen = prompt_for(role, prompts)
         if chosen in self._spec.adapter_names:  # in models such as Jina v3, prompts select adapters

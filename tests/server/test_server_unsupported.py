@@ -95,8 +95,6 @@ def test_what_asks_for_nothing_is_taken(kind):
         ("images", ["https://example.org/cat.png" + "x" * 1000]),
         ("return_multivector", True),
         ("output_dtype", "int8"),
-        ("instruction", "Find cats"),
-        ("prompt", "Find cats: "),
     ],
 )
 def test_another_vector_is_refused_without_repeating_a_long_value(field, value):

@@ -121,13 +121,11 @@ class RefusedFields(msgspec.Struct, kw_only=True):
     dimensions: Annotated[
         Any, Unserved("only routes that embed and truncate vectors accept it", (0,))
     ] = None
-    prompt: Annotated[Any, Unserved("put the prompt before the text, or send `prompt_name`")] = None
+    prompt: Annotated[Any, Unserved("only routes that embed accept it")] = None
     prompt_name: Annotated[
         Any, Unserved("only routes that embed accept it (/similarity: in `parameters`)")
     ] = None
-    instruction: Annotated[
-        Any, Unserved("only routes that rerank accept it; use `prompt_name`")
-    ] = None
+    instruction: Annotated[Any, Unserved("only routes that embed or rerank accept it")] = None
     chat_template: Annotated[Any, Unserved(_TEMPLATE)] = None
     chat_template_kwargs: Annotated[Any, Unserved(_TEMPLATE)] = None
     add_generation_prompt: Annotated[Any, Unserved(_TEMPLATE, (False,))] = None
@@ -230,6 +228,19 @@ def merged_values(body: ModelRequest, *groups: tuple[str, ...]) -> list[Any]:
             )
         merged.append(values[0] if values else None)
     return merged
+
+
+def prompt_options(body: Any) -> dict[str, Any]:
+    """Return the options of EncodeOptions that the fields prompt_name, prompt and instruction of a
+    body set. The name of a special token in words of a request is plain text."""
+    if not (body.prompt or body.instruction):
+        return {"prompt_name": body.prompt_name}
+    return {
+        "prompt_name": body.prompt_name,
+        "prompt": body.prompt or None,
+        "instruction": body.instruction or None,
+        "special_names": False,
+    }
 
 
 class VectorsRequest(ModelRequest, kw_only=True):

@@ -33,7 +33,14 @@ from jaxembed.server.pipeline.body import (
     read_inputs,
     too_many_parts,
 )
-from jaxembed.server.pipeline.fields import DENSE, ModelRequest, Unserved, purposes_of, with_choices
+from jaxembed.server.pipeline.fields import (
+    DENSE,
+    ModelRequest,
+    Unserved,
+    prompt_options,
+    purposes_of,
+    with_choices,
+)
 from jaxembed.server.routes.rerank import DocumentsRequest, Result, rerank_documents
 
 blueprint: Any = Blueprint("cohere", __name__)
@@ -105,6 +112,9 @@ class CohereEmbedRequest(ModelRequest, kw_only=True):
     no effect.
     """
 
+    prompt_name: str | None = None
+    prompt: str | None = None
+    instruction: str | None = None
     texts: list[str] | None = None
     images: list[str] | None = None
     inputs: list[ContentInput] | None = None
@@ -115,7 +125,6 @@ class CohereEmbedRequest(ModelRequest, kw_only=True):
     dimensions: Annotated[Any, Unserved("send `output_dimension`", (0,))] = None
     output_dtype: Annotated[Any, _TYPES] = None
     embedding_type: Annotated[Any, _TYPES] = None
-    prompt_name: str | None = None
     normalize: bool | None = None
     priority: AnyPriority | None = None
 
@@ -205,7 +214,7 @@ async def _embed(version: ApiVersion) -> Response:
         of_images = body.input_type == "image" and ImageSource in map(type, sources)
         requested = RequestedOptions(
             EncodeOptions(  # dense is the only output
-                prompt_name=body.prompt_name,
+                **prompt_options(body),
                 truncate=None if body.truncate is None else body.truncate != "NONE",
                 truncation_side="left" if body.truncate == "START" else "right",
                 dimensions=body.output_dimension or None,

@@ -52,6 +52,7 @@ from jaxembed.server.pipeline.fields import (
     FormattedRequest,
     TermNames,
     merged_values,
+    prompt_options,
     purposes_of,
     requested_dtype,
     with_choices,
@@ -100,6 +101,9 @@ class EmbeddingsRequest(ChunksRequest, kw_only=True):
     URL of an image. vLLM sends `messages` instead of `input`: one message, which is one input.
     """
 
+    prompt_name: str | None = None
+    prompt: str | None = None
+    instruction: str | None = None
     input: MixedInputs | msgspec.UnsetType = msgspec.UNSET
     messages: list[Message] | None = None
     modality: str | None = None
@@ -108,7 +112,6 @@ class EmbeddingsRequest(ChunksRequest, kw_only=True):
     user: str | None = None
     truncate: bool | None = None
     truncation: bool | None = None
-    prompt_name: str | None = None
     input_type: str | None = None
     task: str | None = None
     normalize: bool | None = None
@@ -214,7 +217,7 @@ async def _answer(meter: Meter, body: EmbeddingsRequest) -> Response:
     truncate, dimensions, normalize = merged_values(body, TRUNCATE, DIMENSIONS, NORMALIZE)
     requested = RequestedOptions(
         EncodeOptions(
-            prompt_name=body.prompt_name,
+            **prompt_options(body),
             max_active_dims=body.max_active_dims,
             truncate=truncate,
             dimensions=dimensions,

@@ -66,6 +66,7 @@ from jaxembed.server.pipeline.fields import (
     Unserved,
     VectorsRequest,
     merged_values,
+    prompt_options,
     purposes_of,
     requested_dtype,
     with_kind,
@@ -115,10 +116,12 @@ _ONE = "this route returns one output; /v1/embeddings and /embeddings can return
 class InputsRequest(VectorsRequest, kw_only=True):
     """The base of the bodies in TEI's form whose responses have vectors."""
 
+    prompt_name: str | None = None
+    prompt: str | None = None
+    instruction: str | None = None
     inputs: Any
     truncate: bool | None = None
     truncation_direction: Direction | None = None
-    prompt_name: str | None = None
     priority: Priority | None = None
 
 
@@ -149,9 +152,11 @@ class SimilarityInputs(msgspec.Struct):
 class SimilarityParameters(RefusedFields, kw_only=True):
     """Options for tokenizing the texts of a /similarity request."""
 
+    prompt_name: str | None = None
+    prompt: str | None = None
+    instruction: str | None = None
     truncate: bool | None = None
     truncation_direction: Direction | None = None
-    prompt_name: str | None = None
 
 
 class SimilarityRequest(ModelRequest, kw_only=True):
@@ -243,7 +248,7 @@ async def embed_all() -> Response:
         inputs = read_inputs(body.inputs, field="inputs")
         options = EncodeOptions(
             outputs=frozenset({"tokens"}),
-            prompt_name=body.prompt_name,
+            **prompt_options(body),
             truncate=body.truncate,
             truncation_side=SIDES[body.truncation_direction],
             normalize=False,
@@ -262,7 +267,7 @@ async def similarities() -> Response:
         body = await read_body_as(meter, SimilarityRequest)
         parameters = body.parameters or SimilarityParameters()
         options = EncodeOptions(
-            prompt_name=parameters.prompt_name,
+            **prompt_options(parameters),
             truncate=parameters.truncate,
             truncation_side=SIDES[parameters.truncation_direction],
             priority=priority_of(body.priority),
@@ -355,7 +360,7 @@ async def answer_embed(meter: Meter, body: EmbedRequest, *, raw_bytes: bool) -> 
             field="dimensions",
         )
     options = EncodeOptions(
-        prompt_name=body.prompt_name,
+        **prompt_options(body),
         truncate=body.truncate,
         truncation_side=SIDES[body.truncation_direction],
         dimensions=dimensions,
@@ -514,11 +519,13 @@ class EmbedSparseRequest(ModelRequest, kw_only=True):
     """The body of /embed_sparse. `max_active_dims` limits the number of terms of an input, and
     `return_tokens` adds the terms themselves."""
 
+    prompt_name: str | None = None
+    prompt: str | None = None
+    instruction: str | None = None
     inputs: InputUnion
     outputs: Annotated[Any, Unserved(_ONE, (["sparse"],))] = None
     truncate: bool | None = None
     truncation_direction: Direction | None = None
-    prompt_name: str | None = None
     input_type: str | None = None
     max_active_dims: int | None = None
     return_tokens: bool | None = None
@@ -598,7 +605,7 @@ async def _accept(
         raise WrongTask(REFUSALS[output])
     encode_options = EncodeOptions(
         outputs=frozenset({output}),
-        prompt_name=body.prompt_name,
+        **prompt_options(body),
         truncate=body.truncate,
         truncation_side=SIDES[body.truncation_direction],
         priority=priority_of(body.priority),

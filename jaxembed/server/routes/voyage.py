@@ -51,6 +51,7 @@ from jaxembed.server.pipeline.fields import (
     FormattedRequest,
     VectorsRequest,
     merged_values,
+    prompt_options,
     purposes_of,
     requested_dtype,
     with_choices,
@@ -71,6 +72,9 @@ class ContextualizedRequest(FormattedRequest, kw_only=True):
     be one string, which is one chunk.
     """
 
+    prompt_name: str | None = None
+    prompt: str | None = None
+    instruction: str | None = None
     inputs: list[str | list[str]]
     input_type: str | None = None
     output_dimension: int | None = None
@@ -80,7 +84,6 @@ class ContextualizedRequest(FormattedRequest, kw_only=True):
     chunk_overlap: int | None = None
     truncate: bool | None = None
     truncation: bool | None = None
-    prompt_name: str | None = None
     normalize: bool | None = None
     priority: AnyPriority | None = None
 
@@ -122,13 +125,15 @@ class MultimodalRequest(VectorsRequest, kw_only=True):
     `normalize` and `priority` as at /v1/embeddings. An input is one image, or one or more texts,
     which are joined by line breaks."""
 
+    prompt_name: str | None = None
+    prompt: str | None = None
+    instruction: str | None = None
     inputs: list[Content]
     input_type: str | None = None
     truncation: bool | None = None
     output_dimension: int | None = None
     output_encoding: Literal["base64"] | None = None
     encoding_format: Format | None = None  # what Voyage's own clients send
-    prompt_name: str | None = None
     normalize: bool | None = None
     priority: AnyPriority | None = None
 
@@ -161,7 +166,7 @@ async def contextualized_embeddings() -> Response:
         documents = _read_documents(body)
         truncate, dimensions = merged_values(body, TRUNCATE, DIMENSIONS)
         options = EncodeOptions(
-            prompt_name=body.prompt_name,
+            **prompt_options(body),
             truncate=truncate,
             dimensions=dimensions,
             normalize=body.normalize is not False,
@@ -194,7 +199,7 @@ async def embed_multimodal() -> Response:
         ]
         inputs = read_inputs(sources, "inputs")
         options = EncodeOptions(  # dense is the only output
-            prompt_name=body.prompt_name,
+            **prompt_options(body),
             truncate=body.truncation,
             dimensions=body.output_dimension or None,
             normalize=body.normalize is not False,
