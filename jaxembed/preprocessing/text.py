@@ -192,13 +192,15 @@ class TextProcessor:
 
     def check_prompt(self, prompt: str, max_tokens: int | None, field: str) -> bool:
         """Return whether a prompt that a request sends in words contains the name of a special
-        token. Raises InvalidInput, which names the request field, for one over `max_tokens`."""
+        token. Raises InvalidInput, which names the request field, for one over `max_tokens` or half
+        of the limit of an input, which must leave room for the text."""
         if max_tokens is not None:
+            max_tokens = min(max_tokens, self.limit // 2)
             is_long = len(prompt) > max_read_characters(max_tokens)
             if is_long or self._count(self._tokenizer, prompt) - self._around[0] > max_tokens:
                 raise InvalidInput(
                     f"`{field}` has more than {counted(max_tokens, 'token')}, the limit of "
-                    "--max-instruction-tokens; shorten it",
+                    "--max-instruction-tokens or half of that of an input; shorten it",
                     field=field,
                 )
         return any(name in prompt for name in self._special_names)

@@ -9,6 +9,7 @@ from jaxembed import Embedder
 from jaxembed.config import TextConfig
 from jaxembed.data.inputs import Text
 from jaxembed.data.spec import Routes
+from jaxembed.errors import InvalidInput
 from jaxembed.preprocessing.prompts import with_instruction
 from jaxembed.runtime.options import EncodeOptions, RequestedOptions
 from jaxembed.runtime.tasks import Tasks
@@ -121,6 +122,13 @@ def test_words_that_cannot_be_are_refused_by_their_field(fields, param, message,
     assert response.status_code in (400, 422)
     assert body["error"]["param"] == param
     assert message in body["error"]["message"]
+
+
+def test_an_instruction_leaves_room_for_the_text(plain):
+    processor = plain.model.main.processor
+    assert not processor.check_prompt("cat " * (processor.limit // 2), 512, "instruction")
+    with pytest.raises(InvalidInput, match=f"more than {processor.limit // 2} tokens"):
+        processor.check_prompt("cat " * (processor.limit // 2 + 1), 512, "instruction")
 
 
 def test_names_of_special_tokens_in_an_instruction_stay_text(plain):
