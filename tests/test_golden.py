@@ -36,10 +36,10 @@ def arrays_of(file: Path) -> set[str]:
         return set(arrays.files)
 
 
-SCORERS = [file for file in FILES if "scores/0" in arrays_of(file)]
+OF_TOKENS = [file for file in FILES if "token_logits" in arrays_of(file)]
+SCORERS = [file for file in FILES if "scores/0" in arrays_of(file) and file not in OF_TOKENS]
 EMBEDDERS = [file for file in FILES if "vectors/0" in arrays_of(file)]
 OF_OUTPUTS = [file for file in FILES if arrays_of(file) & {"dense/0", "sparse/0", "multi_vector/0"}]
-OF_TOKENS = [file for file in FILES if "token_logits" in arrays_of(file)]
 TOWERS = [file for file in FILES if "hidden" in arrays_of(file)]
 
 # One of each kind of output, and decoders beside BERT: `make numerics` runs the others.

@@ -365,7 +365,7 @@ def _identity(source: ModelSource, place: str, content: Any) -> tuple[str, str]:
     folders = {name: Path(folder) for name, folder in source.adapters.items()}
     choices = [f"{name}={folder.resolve()}" for name, folder in folders.items()]
     splade = ["splade"] if source.is_splade else []
-    layer = [] if source.cutoff_layer is None else [source.cutoff_layer]
+    layer = [] if source.cutoff_layer is None else [f"layer {source.cutoff_layer}"]
     adapter_files = [(name, _files(folder)) for name, folder in folders.items()]
     return (
         _entry(source.name, place, source.dense_path, *choices, *splade, *layer),

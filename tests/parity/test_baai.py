@@ -22,7 +22,6 @@ CASES: dict[str, Any] = {
     "minicpm": partial(baai.save_minicpm, **MINICPM),
     "minicpm-1": partial(baai.save_minicpm, layer=1, **MINICPM),
     "gemma2": partial(baai.save_lightweight, **GEMMA2),
-    "gemma2-1": partial(baai.save_lightweight, layer=1, **GEMMA2),
 }
 TEXTS = [*sentences.WEIRD[:5], "", *sentences.ENGLISH[:2]]
 

@@ -142,7 +142,7 @@ def test_no_texts_give_no_vectors(embedder):
         (
             lambda model: model.encode("a", dimension=8),
             r"encode\(\) has no option `dimension`; did you mean `dimensions`\? Its options are: "
-            "images, instruction, prompt, prompt_name, route, truncate, truncation_side, dimensions, ",
+            "images, instruction, prompt, prompt_name, route, truncate, truncation_side, ",
         ),
         (lambda model: model.encode("a", batch_size=8), r"encode\(\) has no .* `batch_size`\. "),
         (lambda model: model.encode("a", outputs=["dense"]), "no option `outputs`"),
