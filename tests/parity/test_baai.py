@@ -26,7 +26,9 @@ CASES: dict[str, Any] = {
 TEXTS = [*sentences.WEIRD[:5], "", *sentences.ENGLISH[:2]]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "gemma2" else []) for n in CASES]
+)
 def test_logits_of_the_published_width_agree(name, tmp_path, make_embedder, note):
     judge = CASES[name](tmp_path)
     layer = int(name[-1]) if "-" in name else None
