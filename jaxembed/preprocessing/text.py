@@ -78,6 +78,9 @@ class Tokenized(msgspec.Struct, frozen=True, eq=False):
     offsets: np.ndarray | None = None
 
 
+PROMPT_CHARACTERS = 16  # for each token that a prompt in a request may have
+
+
 class TokenizationOptions(msgspec.Struct, frozen=True):
     """How the inputs of a request are tokenized.
 
@@ -194,16 +197,20 @@ class TextProcessor:
         """Return whether a prompt that a request sends in words contains the name of a special
         token. Raises InvalidInput, which names the request field, for one over `max_tokens` or half
         of the limit of an input, which must leave room for the text."""
+        has_names = any(name in prompt for name in self._special_names)
+        tokenizer = self._tokenizer.of_plain_text if has_names else self._tokenizer
         if max_tokens is not None:
             max_tokens = min(max_tokens, self.limit // 2)
-            is_long = len(prompt) > max_read_characters(max_tokens)
-            if is_long or self._count(self._tokenizer, prompt) - self._around[0] > max_tokens:
+            # every text is tokenized with it, and white space has no tokens in some models
+            is_long = len(prompt) > PROMPT_CHARACTERS * max_tokens
+            if is_long or self._count(tokenizer, prompt) - self._around[0] > max_tokens:
                 raise InvalidInput(
                     f"`{field}` has more than {counted(max_tokens, 'token')}, the limit of "
-                    "--max-instruction-tokens or half of that of an input; shorten it",
+                    "--max-instruction-tokens or half of that of an input, or more than "
+                    f"{PROMPT_CHARACTERS} characters for each; shorten it",
                     field=field,
                 )
-        return any(name in prompt for name in self._special_names)
+        return has_names
 
     @cached_property
     def _special_names(self) -> list[str]:
@@ -412,12 +419,15 @@ class TextProcessor:
         self, inputs: Sequence[Input], tokenization: TokenizationOptions
     ) -> tuple[int, int]:
         """Estimate the numbers of sequences and of tokens of inputs that are not tokenized yet. The
-        estimate for an input is a token for each 4 characters plus 2 tokens, at most `limit` tokens
-        for each of `max_windows` windows, and at least the length that the model extends inputs
-        to."""
+        estimate for an input with its prompt is a token for each 4 characters plus 2 tokens, at
+        most `limit` tokens for each of `max_windows` windows, and at least the length that the
+        model extends inputs to."""
         max_tokens = self.limit * tokenization.max_windows
         min_tokens = self._length_of_query if tokenization.role == "query" else self._length_to_fill
-        tokens = sum(max(min(characters(item) // 4 + 2, max_tokens), min_tokens) for item in inputs)
+        more = len(tokenization.prompt) + 8
+        tokens = sum(
+            max(min((characters(item) + more) // 4, max_tokens), min_tokens) for item in inputs
+        )
         return max(len(inputs), tokens // self.limit), tokens
 
     @property
@@ -660,6 +670,8 @@ class TextProcessor:
             second_exact = second_whole or len(short_second) < len(second)
             raise self._too_long(length + frame.length, first_whole and second_exact)
         max_first = room if frame.template is None else int(frame.template.query_share * self.limit)
+        if frame.template is not None and max_first >= room:  # a long template; see `query_share`
+            max_first = int(frame.template.query_share * room)
         short_first = first if length <= room else cut_tokens(first, min(room, max_first), side)
         ids, types = frame.join(
             short_first, cut_tokens(short_second, room - len(short_first), side)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from jaxembed.checkpoints.ranges import StoredRanges, VectorKind
 from jaxembed.config import TextConfig
-from jaxembed.data.inputs import ChunkedText, ChunkSize, Image, Input, Pair, Text
+from jaxembed.data.inputs import ChunkedText, ChunkSize, Image, Input, Pair, Text, Tokens
 from jaxembed.data.outputs import OUTPUTS, REPRESENTATIONS, OutputName
 from jaxembed.data.spec import IMAGE_ROUTE, ModelSpec, Routes, Task
 from jaxembed.errors import EmptyInput, InvalidInput, UnknownRoute, WrongTask
@@ -79,6 +79,7 @@ class Intent(msgspec.Struct, frozen=True, eq=False):
     adapter_name: str | None  # and its name
     ranges: np.ndarray | None  # float32 [2, dim]: calibration ranges, if the dtype needs them
     prompt_name: str | None  # name of the chosen prompt; "": no named prompt; None: the default
+    words: str | None  # the request field with words that are put before each text
     dtype: EmbeddingDtype | None  # the dtype that the request names; None: it names none
     # further dtypes that the request asks for, each with its calibration ranges or None
     types: dict[EmbeddingDtype, np.ndarray | None]
@@ -134,9 +135,15 @@ class Tasks:
 
     def request(self, inputs: Sequence[Input], intent: Intent) -> EncodeRequest:
         """Make the request for the embeddings of inputs, with the result of `intent`. Raises
-        InvalidInput for a text that is the data URI of an image, and for a text as a document of a
-        model whose documents are images."""
+        InvalidInput for a text that is the data URI of an image, for a text as a document of a
+        model whose documents are images, and for token ids if the request has an instruction."""
         options = intent.options
+        if intent.words is not None and Tokens in map(type, inputs):
+            raise InvalidInput(
+                f"`{intent.words}` is for texts, and the request has token ids; put the ids of the "
+                "words before them",
+                field=intent.words,
+            )
         plain = EncodeRequest(
             inputs,
             intent.tokenization,
@@ -208,8 +215,9 @@ class Tasks:
         types: dict[EmbeddingDtype, np.ndarray | None] = {
             name: self.ranges(options, name, requested.types_field) for name in requested.types
         }
-        chosen = words if options.prompt else ""  # "": no named prompt
-        chosen = options.prompt_name if options.prompt is None else chosen
+        sent = words if options.prompt and not options.special_names else None
+        # "": no named prompt
+        chosen = options.prompt_name if options.prompt is None else sent or ""
         adapted, adapter = self._with_prompt_of_adapter(options)
         prompt = self._processor.prompt(adapted.prompt, adapted.prompt_name)
         route = self._route(adapted)
@@ -237,6 +245,7 @@ class Tasks:
             adapter_name,
             ranges,
             chosen,
+            sent,
             requested.dtype,
             types,
         )
@@ -491,7 +500,13 @@ class Tasks:
         which, normalize = None, options.normalize
         if "dense" not in options.outputs or options.outputs & PER_TOKEN:
             which = "dense vectors of whole inputs"
-        elif (limits := self._spec.dense.range) is not None and not normalize:
+        elif (limits := self._spec.dense.range) is not None:
+            if normalize:
+                raise InvalidInput(
+                    f"`{field}` of {dtype} is for the vectors of this model as they are; send "
+                    "`normalize` of false",
+                    field="normalize",
+                )
             dimensions = options.dimensions or self._spec.dim
             return np.repeat(np.array(limits, np.float32)[:, None], dimensions, axis=1)
         elif not (self._spec.dense.normalize if normalize is None else normalize):
@@ -739,7 +754,9 @@ class Tasks:
         """
         route = self.route_for(role) if options.route is None else options.route
         options, prompts = replace(options, route=route, role=role), self._spec.prompts
-        given = {options.instruction, options.prompt, options.prompt_name, options.adapter}
+        given = {options.instruction, options.prompt, options.prompt_name}
+        if self._spec.default_adapter is None:  # else adapters do not depend on prompts
+            given.add(options.adapter)
         if given != {None}:
             return options
         chosen = prompt_for(role, prompts)

@@ -153,6 +153,12 @@ def test_tasks_and_prompts_are_chosen_independently(fields, adapter, prompt, fre
     assert response.headers["x-adapter-name"] == "retrieval"
 
 
+def test_the_default_adapter_by_name_has_the_prompts_of_roles(free):
+    named = free.encode_query("cat", adapter="retrieval")
+    assert same(named, free.encode_query("cat"))
+    assert not same(named, free.encode_document("cat"))
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [

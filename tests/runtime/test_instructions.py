@@ -105,9 +105,22 @@ LIMIT = 4
             "more than 4 tokens, the limit of --max-instr",
         ),
         ({"prompt": "x" * 1_000_000}, "prompt", "more than 4 tokens, the limit of --max-instruct"),
+        ({"prompt": " " * (16 * LIMIT + 1)}, "prompt", "or more than 16 characters for each"),
+        ({"prompt": "a", "input": [1, 2]}, "prompt", "is for texts, and the request has token ids"),
         ({"instruction": 7}, "instruction", "str"),
     ],
-    ids=["name", "prompt-and-name", "both", "document", "long", "long-prompt", "huge", "number"],
+    ids=[
+        "name",
+        "prompt-and-name",
+        "both",
+        "document",
+        "long",
+        "long-prompt",
+        "huge",
+        "spaces",
+        "ids",
+        "number",
+    ],
 )
 def test_words_that_cannot_be_are_refused_by_their_field(fields, param, message, instructed):
     model = instructed.model
@@ -129,6 +142,12 @@ def test_an_instruction_leaves_room_for_the_text(plain):
     assert not processor.check_prompt("cat " * (processor.limit // 2), 512, "instruction")
     with pytest.raises(InvalidInput, match=f"more than {processor.limit // 2} tokens"):
         processor.check_prompt("cat " * (processor.limit // 2 + 1), 512, "instruction")
+
+
+def test_names_of_special_tokens_count_as_the_text_that_they_are(plain):
+    processor = plain.model.main.processor
+    with pytest.raises(InvalidInput, match="more than 20 tokens"):  # of three tokens each as text
+        processor.check_prompt("[SEP]" * 10, 20, "prompt")
 
 
 def test_names_of_special_tokens_in_an_instruction_stay_text(plain):

@@ -121,11 +121,15 @@ class RefusedFields(msgspec.Struct, kw_only=True):
     dimensions: Annotated[
         Any, Unserved("only routes that embed and truncate vectors accept it", (0,))
     ] = None
-    prompt: Annotated[Any, Unserved("only routes that embed accept it")] = None
+    prompt: Annotated[
+        Any, Unserved("only routes that embed accept it (/similarity: in `parameters`)")
+    ] = None
     prompt_name: Annotated[
         Any, Unserved("only routes that embed accept it (/similarity: in `parameters`)")
     ] = None
-    instruction: Annotated[Any, Unserved("only routes that embed or rerank accept it")] = None
+    instruction: Annotated[
+        Any, Unserved("only routes that embed or rerank accept it (/similarity: in `parameters`)")
+    ] = None
     chat_template: Annotated[Any, Unserved(_TEMPLATE)] = None
     chat_template_kwargs: Annotated[Any, Unserved(_TEMPLATE)] = None
     add_generation_prompt: Annotated[Any, Unserved(_TEMPLATE, (False,))] = None
@@ -150,6 +154,9 @@ class RefusedFields(msgspec.Struct, kw_only=True):
     activation: Annotated[Any, _ACTIVATION] = None
     softmax: Annotated[Any, _ACTIVATION] = None
     labels: Annotated[Any, Unserved("the checkpoint defines the labels")] = None
+    cutoff_layer: Annotated[
+        Any, Unserved("the conversion chooses the layer, by --cutoff-layer")
+    ] = None
     cutoff_layers: Annotated[
         Any, Unserved("the conversion chooses the layer, by --cutoff-layer")
     ] = None

@@ -439,7 +439,8 @@ class TokenClassifyRequest(ModelRequest, kw_only=True):
     truncate: bool | None = None
     truncation_direction: Direction | None = None
     priority: Priority | None = None
-    ignore_labels: Annotated[Any, Unserved("only the label O is left out", ([OUTSIDE],))] = None
+    ignore_labels: list[str] | None = None
+    parameters: Annotated[Any, Unserved("send its fields beside `inputs`")] = None
     stride: Annotated[Any, Unserved("send long texts in parts, or with `truncate`", (0,))] = None
     raw_scores: Annotated[Any, Unserved("scores are a softmax over the labels", (False,))] = None
 
@@ -476,6 +477,11 @@ async def token_classify() -> Response:
 async def answer_token_classify(meter: Meter, body: TokenClassifyRequest) -> Response:
     """Answer a body of /token_classify, which may come from another route. Raises InvalidInput for
     token ids, and the errors of `Meter.find` and `score_tokens`."""
+    if body.ignore_labels not in (None, [OUTSIDE]):
+        raise InvalidInput(
+            f"`ignore_labels` must be [{OUTSIDE!r}], the only label that is left out",
+            field="ignore_labels",
+        )
     loaded = await meter.find(body.model, "token_classify")
     inputs = read_inputs(body.inputs, field="inputs")
     options = ScoreOptions(
