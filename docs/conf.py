@@ -29,7 +29,7 @@ html_extra_path = ["site"]  # an index.html that leads to docs/index.html
 html_show_sphinx = False
 
 SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
-PAGE = re.compile(r"^\| \[[^]]+\]\((\S+)\.md\)", re.MULTILINE)
+PAGE = re.compile(r"^- \[[^]]+\]\((\S+)\.md\)", re.MULTILINE)
 PLACEHOLDER = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 
 
