@@ -201,6 +201,28 @@ def test_the_file_is_read_when_it_has_changed_and_is_whole(tmp_path, monkeypatch
     assert not [one for one in threading.enumerate() if one.name == "key-file"]
 
 
+def test_a_wake_after_a_wait_in_vain_is_not_lost(tmp_path):
+    class LateEvent(threading.Event):
+        """Its first wait ends in vain, and `wake` comes before the thread goes on."""
+
+        waits = 0
+
+        def wait(self, timeout=None):
+            self.waits += 1
+            if self.waits > 1:
+                return super().wait()  # until woken, so that no second look helps
+            self.set()
+            return False
+
+    keys = ring(tmp_path, table())
+    keys._woken = LateEvent()
+    keys.watch()
+    try:
+        until(lambda: keys.done)
+    finally:
+        keys.close()
+
+
 def test_a_file_that_is_still_written_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(keyring_module, "FILE_LOOK_S", 0.005)
     keys = ring(tmp_path, table())

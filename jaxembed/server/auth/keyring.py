@@ -351,10 +351,10 @@ class Keyring:
         the same from one check to the next. Ends after a call of `close`."""
         last_version = self._mark
         while True:
-            is_woken = self._woken.wait(FILE_LOOK_S)
+            if is_woken := self._woken.wait(FILE_LOOK_S):
+                self._woken.clear()  # never after a wait in vain: `wake` may have come since
             if self._closed:
                 return
-            self._woken.clear()
             version = _mark_of(self.path)
             if is_woken or (version != self._mark and version == last_version):
                 self._mark = version
