@@ -35,6 +35,7 @@ CLASSIFIER = "AutoModelForSequenceClassification"
 GENERATOR = "AutoModelForCausalLM"
 TOKEN_CLASSIFIER = "AutoModelForTokenClassification"
 MASKED_LM = "AutoModelForMaskedLM"  # its logits become term weights
+LISTWISE = "listwise"  # a class of the model's own, whose code auto_map names for AutoModel
 
 
 def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str | None]:
@@ -199,7 +200,7 @@ def _family(backbone: Path) -> tuple[Family, dict[str, Any]]:
     check_fields(str(backbone / "config.json"), hf, CONFIG_FIELDS)
     family = family_of(hf)
     scorers = (*family.classifiers, *family.token_classifiers, *family.generators)
-    classes = (*family.classes, *scorers, late_interaction.STANFORD)
+    classes = (*family.classes, *scorers, *family.listwise, late_interaction.STANFORD)
     for architecture in hf.get("architectures") or ():
         refuse_unknown("architecture", architecture, classes)
     scheme_of(hf)  # raises for what is not supported
@@ -229,6 +230,8 @@ def _use(source: Path, family: Family, hf: dict[str, Any], route: str) -> str:
         return CLASSIFIER
     if classes & set(family.token_classifiers):
         return TOKEN_CLASSIFIER
+    if classes & set(family.listwise):
+        return LISTWISE
     return GENERATOR if classes & set(family.generators) else EMBEDDER
 
 
@@ -258,6 +261,8 @@ def _layout(
         return terms.terms_layout(source, family.masked_lm(hf), route)
     if use == GENERATOR:
         return scores.reranker_layout(source, options.name, family, hf, config)
+    if use == LISTWISE:
+        return scores.listwise_layout(source, family, hf, config["hidden_size"])
     labels = scores.labels_of(hf)
     if use == TOKEN_CLASSIFIER:
         return scores.token_layout(source, family, hf, config["hidden_size"], labels)

@@ -10,7 +10,7 @@ from typing import Any
 from converters import weights
 from converters.heads import Projection
 from converters.weights import Rule, Tensor
-from jaxembed.data.spec import Module, PairTemplate, Pooled, Vocabulary
+from jaxembed.data.spec import Listwise, Module, PairTemplate, Pooled, Vocabulary
 
 ADAPTERS = "adapters"  # the folder of the adapters that belong to a model, one for each task
 
@@ -76,6 +76,8 @@ class Family(TensorRules):
     # hf, the backbone's config, ids of the answers -> the head of a reranker that is a generator
     score_head: Callable[..., Scorer] | None = None
     reranker: Reranker | None = None  # the published ones
+    # rerankers that read the documents of a query together: class -> prompt
+    listwise: Mapping[str, Listwise] = field(default_factory=dict)
     masked_lm: Callable[[Fields], SparseHead] | None = None  # hf -> the head of term weights
     sparse_classes: tuple[str, ...] = ()  # those of `classes` with a head of term weights
     # a model's own code that the backbone reproduces, by its key in auto_map

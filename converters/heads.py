@@ -28,6 +28,7 @@ from jaxembed.data.spec import (
     Activation,
     DenseLayer,
     Head,
+    Listwise,
     Module,
     NormalizeLayer,
     PairTemplate,
@@ -194,6 +195,7 @@ class Layout:
     labels: tuple[str, ...] = ()
     score_function: ScoreFunction = "softmax"
     template: PairTemplate | None = None
+    listwise: Listwise | None = None
     include_prompt: bool = True
     prompts: Mapping[str, str] | None = None
     default_prompt_name: str | None = None

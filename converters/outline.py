@@ -99,6 +99,7 @@ def spec_of(
         labels=layout.labels,
         score_function=layout.score_function,
         template=layout.template,
+        listwise=layout.listwise,
         include_prompt=layout.include_prompt,
         prompts=dict(layout.prompts or {}),
         default_prompt_name=layout.default_prompt_name,

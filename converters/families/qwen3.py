@@ -1,6 +1,7 @@
 """Converts Qwen3 from transformers 4 and 5: its config and its reranker's template.
 
-It also converts voyage-4-nano and pplx-embed-v1, whose own code is Qwen3 without the causal mask.
+It also converts voyage-4-nano and pplx-embed-v1, whose own code is Qwen3 without the causal mask,
+and jina-reranker-v3, whose own code puts a projector behind Qwen3.
 """
 
 from typing import Any
@@ -8,13 +9,37 @@ from typing import Any
 from converters.families.decoders import decoder_config, decoder_family, is_causal, window_fields
 from converters.family import Reranker
 from converters.features.scores import labels_of
+from converters.fields import LOCAL_LAYER, layers_of_kind
 from converters.heads import Projection
-from jaxembed.data.spec import DenseLayer, PairTemplate
+from jaxembed.data.spec import DenseLayer, Listwise, PairTemplate
+from jaxembed.errors import UnsupportedModel
 
 HEAD_WIDTH = 128  # default head_dim of every Qwen3
 # The code of voyage-4-nano and pplx-embed-v1, which is never run.
 VOYAGE = "modeling_qwen3_bidirectional.Qwen3BidirectionalModel"
 PPLX = "modeling.PPLXQwen3Model"
+JINA = "JinaForRanking"  # the class of jina-reranker-v3, and in modeling.py its code
+
+# From jina-reranker-v3's modeling.py: format_docs_prompts_func, rerank.
+JINA_PROMPT = Listwise(
+    head="<|im_start|>system\nYou are a search relevance expert who can determine a ranking of "
+    "the passages based on how relevant they are to the query. If the query is a question, how "
+    "relevant a passage is depends on how well it answers the question. If not, try to analyze the "
+    "intent of the query and assess how well each passage satisfies the intent. If an instruction "
+    "is provided, you should follow the instruction when determining the ranking.<|im_end|>\n"
+    "<|im_start|>user\nI will provide you with {count} passages, each indicated by a numerical "
+    "identifier. Rank the passages based on their relevance to query: {query}\n",
+    instructed="<instruct>\n{instruction}\n</instruct>\n",
+    document='<passage id="{index}">\n{document}',
+    between="\n</passage>\n",
+    query="\n</passage>\n<query>\n{query}",
+    tail="\n</query><|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+    document_token="<|embed_token|>",
+    query_token="<|rerank_token|>",
+    block_documents=125,
+    query_length=512,
+    document_length=2048,
+)
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
@@ -22,6 +47,11 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     bias = bool(hf.get("attention_bias", False))
     causal = is_causal(hf, otherwise=_own_code(hf) not in (VOYAGE, PPLX))
     fields = decoder_config(hf, hf.get("head_dim") or HEAD_WIDTH, causal=causal)
+    if JINA in (hf.get("architectures") or ()) and layers_of_kind(hf, LOCAL_LAYER):
+        raise UnsupportedModel(
+            f"{JINA} with a sliding window, as in jina-reranker-v3.5, is not supported; known: "
+            "jina-reranker-v3"
+        )
     return (
         fields
         | qwen_windows(hf, causal)
@@ -60,7 +90,8 @@ FAMILY = decoder_family(
     classes=("Qwen3Model", "PPLXQwen3Model"),
     classifiers=("Qwen3ForSequenceClassification",),
     generators=("Qwen3ForCausalLM",),
-    own_code={"AutoModel": (VOYAGE, PPLX)},
+    listwise={JINA: JINA_PROMPT},
+    own_code={"AutoModel": (VOYAGE, PPLX), "listwise": (f"modeling.{JINA}",)},
     config=config,
     projection=projection,
     # From the code in Qwen3-Reranker's README.

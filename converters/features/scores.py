@@ -1,7 +1,8 @@
 """Reads models that score (cross-encoders, classifiers of texts and of tokens, and language models
-that rerank): labels, templates of pairs, and how logits become scores."""
+that rerank): labels, templates, and how scores are made."""
 
 import logging
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,22 @@ from converters.family import Family, Reranker, Scorer
 from converters.fields import lookup
 from converters.heads import MODEL_CONFIG, Layout, read_optional_json
 from converters.tokenizers.tokenizer import special_token
-from jaxembed.data.spec import DenseLayer, PairTemplate, PerToken, ScoreFunction, scoring_heads
+from jaxembed.data.spec import (
+    DenseLayer,
+    PairTemplate,
+    PerToken,
+    Pooled,
+    ScoreFunction,
+    scoring_heads,
+)
 from jaxembed.errors import CheckpointError, UnsupportedModel, counted
 from jaxembed.preprocessing.tokenizer import parse_tokenizer
 
 logger = logging.getLogger(__name__)
 
 LABEL = "yes"
+RELEVANCE = "relevance"  # the label of a reranker that compares vectors
+PROJECTED = 512  # the width of these vectors
 
 # The messages with which sentence-transformers renders the chat template of a pair: "system" is for
 # an instruction that differs from the template's own.
@@ -169,6 +179,33 @@ def reranker_layout(
     assert family.score_head is not None
     scorer = family.score_head(hf, config, *answers)
     return scores_layout(source, hf, scorer, (LABEL,), template)
+
+
+def listwise_layout(source: Path, family: Family, hf: dict[str, Any], width: int) -> Layout:
+    """Return the layout of a reranker that reads the documents of a query together, and compares
+    what its projector makes of their last hidden states. `width` is that of the backbone. Raises
+    CheckpointError if a token of the prompt is missing."""
+    prompt = next(family.listwise[name] for name in hf["architectures"] if name in family.listwise)
+    added = read_optional_json(source / "tokenizer.json").get("added_tokens") or ()
+    for token in (prompt.document_token, prompt.query_token):
+        if token not in [one["content"] for one in added]:
+            raise CheckpointError(f"{source / 'tokenizer.json'} has no added token {token!r}")
+    layers = (
+        DenseLayer(width, width // 2, bias=False, activation="relu"),
+        DenseLayer(width // 2, PROJECTED, bias=False, activation="identity"),
+    )
+    rules = [
+        heads.dense_rules("dense", number, layer, f"projector.{2 * number}")  # 1 is the activation
+        for number, layer in enumerate(layers)
+    ]
+    return Layout(
+        backbone="",
+        heads={"dense": Pooled(("lasttoken",), layers)},
+        rules=tuple(chain.from_iterable(rules)),
+        labels=(RELEVANCE,),
+        score_function="cosine",
+        listwise=prompt,
+    )
 
 
 def template_of(source: Path, name: str, family: Family) -> PairTemplate | None:

@@ -187,15 +187,17 @@ def load_for_outputs(
 
 
 def load_for_task(model: str | None, task: Task, flags: dict[str, Any]) -> "Embedder":
-    """Load a model that can do the task. Raises the errors of `load_model`, and WrongTask before
-    weights are downloaded if the model cannot do the task."""
+    """Load a model that can do the task for each row alone. Raises the errors of `load_model`, and
+    WrongTask before weights are downloaded if the model cannot do the task."""
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
     from jaxembed.checkpoints import hub
     from jaxembed.embedder import Embedder
-    from jaxembed.runtime.tasks import check_task
+    from jaxembed.runtime.tasks import check_pairs, check_task
 
     source = model_source(model, flags)
-    check_task(source.name, hub.describe_model(source).main, task)
+    spec = hub.describe_model(source).main
+    check_task(source.name, spec, task)
+    check_pairs(source.name, spec)
     return Embedder.of(load_model(model, flags))
 
 

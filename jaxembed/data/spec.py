@@ -32,10 +32,11 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 Task = Literal["embed", "classify", "rerank", "token_classify"]
 """What a model computes: "embed" is vectors of texts, "classify" is a logit for each of several
-labels, "rerank" is one logit for a pair of texts, and "token_classify" is a logit for each token
-and label."""
+labels, "rerank" is a score for each document of a query, and "token_classify" is a logit for each
+token and label."""
 
-ScoreFunction = Literal["sigmoid", "softmax"]
+ScoreFunction = Literal["sigmoid", "softmax", "cosine"]
+"""How scores are made: of logits by the sigmoid or the softmax, or as cosines of vectors."""
 
 
 class DenseLayer(msgspec.Struct, frozen=True, tag="dense"):
@@ -251,6 +252,30 @@ class PairTemplate(msgspec.Struct, frozen=True):
         return "{instruction}" in self.first
 
 
+class Listwise(msgspec.Struct, frozen=True):
+    """The prompt in which a reranker reads a query and several documents together, a block.
+
+    The parts follow each other as `head`, `instructed` if the request has an instruction, for each
+    document `document` and the token `document_token`, with `between` before each further one, then
+    `query`, the token `query_token`, and `tail`. {query} and {instruction} stand for those texts,
+    {count} for the number of documents in the block, and {index}, from 0, and {document} for each
+    document. The states at the two tokens give the vectors of the documents and of the query. The
+    other fields are maximum numbers: of documents in a block, and of tokens of a text.
+    """
+
+    head: str
+    instructed: str
+    document: str
+    between: str
+    query: str
+    tail: str
+    document_token: str
+    query_token: str
+    block_documents: int
+    query_length: int
+    document_length: int
+
+
 Resample = Literal["nearest", "lanczos", "bilinear", "bicubic"]
 
 
@@ -337,7 +362,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     classifier or reranker, and "token_logits" for a token classifier. There is a logit for each of
     the `labels`, and `score_function` turns logits into scores.
 
-    `template` is the prompt of a pair. `interaction` says how a multi-vector model tokenizes
+    `template` is the prompt of a pair, and `listwise` that of several documents, whose vectors a
+    reranker compares with the query's. `interaction` says how a multi-vector model tokenizes
     queries and documents. `filled` describes augmentation tokens that are added to every text.
     `image` says how images are prepared; a model with `image` takes texts only if its config has a
     vocabulary. If `token_types` is false, the backbone takes zeros instead of the tokenizer's
@@ -353,6 +379,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     labels: tuple[str, ...] = ()
     score_function: ScoreFunction = "softmax"
     template: PairTemplate | None = None
+    listwise: Listwise | None = None
     interaction: LateInteraction | None = None
     filled: Expansion | None = None
     image: ImageRules | None = None
@@ -420,8 +447,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def task(self) -> Task:
-        """The task of the model: "embed", with logits of tokens "token_classify", and with logits
-        of texts "classify" if there are several labels and "rerank" if there is one."""
+        """The task of the model: "rerank" if it reads documents together; else "embed", with logits
+        of tokens "token_classify", and with logits of texts "classify" if there are several labels
+        and "rerank" if there is one."""
+        if self.listwise is not None:
+            return "rerank"
         if self.primary == "token_logits":
             return "token_classify"
         if self.primary != "logits":

@@ -43,7 +43,7 @@ class Frame:
             return text
         if instruction is None:
             instruction = self.template.instruction
-        return _fill(self.template.first, instruction=instruction, query=text)
+        return fill(self.template.first, instruction=instruction, query=text)
 
     @property
     def around_second(self) -> tuple[str, str]:
@@ -57,7 +57,7 @@ class Frame:
     def second(self, text: str) -> str:
         """Return what to tokenize for the second text of a pair, such as a document: the template's
         part `second` with the text filled in, or the text itself if there is no template."""
-        return text if self.template is None else _fill(self.template.second, document=text)
+        return text if self.template is None else fill(self.template.second, document=text)
 
     def join(self, first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Join the token ids of two texts, int32 `[length]`. Returns the ids of the pair and its
@@ -136,7 +136,7 @@ def tokenizer_frame(tokenizer: tokenizers.Tokenizer, *, with_types: bool) -> Fra
     return Frame(before, between, after, types if types and any(types) else None)
 
 
-def _fill(part: str, **texts: str) -> str:
+def fill(part: str, **texts: str) -> str:
     """Replace each placeholder `{name}` in `part` by texts[name], if there is such a text.
     Placeholders within the texts themselves, which users send, are not replaced."""
     return PLACEHOLDER.sub(lambda match: texts.get(match[1], match[0]), part)

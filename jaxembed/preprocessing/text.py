@@ -25,6 +25,7 @@ from jaxembed.errors import (
     counted,
 )
 from jaxembed.preprocessing.job_threads import JobThreads
+from jaxembed.preprocessing.listwise import ListTokenizer
 from jaxembed.preprocessing.pairs import Frame, find_frame
 from jaxembed.preprocessing.prompts import default_prompt, default_prompt_name, named_prompt
 from jaxembed.preprocessing.tokenizer import (
@@ -151,13 +152,17 @@ class TextProcessor:
         self._length_to_fill = 0 if spec.filled is None else spec.filled.length
         self._length_of_query = self._length_to_fill if expansion is None else expansion.length
         self._needs_only_ids = spec.template is None and spec.filled is None and not self._has_types
+        has_pairs = not spec.is_static and spec.listwise is None
         self._pair_frame = (
-            None if spec.is_static else find_frame(self._tokenizer, spec, with_types=has_types)
+            find_frame(self._tokenizer, spec, with_types=has_types) if has_pairs else None
         )
+        self._lists = spec.listwise and ListTokenizer(self._tokenizer, spec.listwise, limit)
         # Refuse a limit that leaves no room beside the special tokens.
         reserved = before + after
         if spec.task == "rerank" and self._pair_frame is not None:
             reserved = max(reserved, self._pair_frame.length)
+        if self._lists is not None:
+            reserved = self._lists.reserved
         if spec.filled is not None and limit != spec.filled.length:
             raise ConfigError(
                 f"the limit of an input is {limit} tokens, but this model pads every text to "
@@ -352,6 +357,15 @@ class TextProcessor:
                 yield part, [Encoding(*frame.join(query[0], row)) for row in part.rows]
 
         return _in_windows(divided())
+
+    def encode_list(
+        self, query: str, documents: Sequence[str], tokenization: TokenizationOptions, slots: int
+    ) -> Tokenized:
+        """Tokenize a query with documents that the model reads together, as `ListTokenizer.encode`
+        does."""
+        assert self._lists is not None
+        encodings, truncated = self._lists.encode(query, documents, tokenization, slots)
+        return Tokenized(work_from_encodings(encodings), truncated)
 
     def encode_documents(
         self, documents: Sequence[Text], tokenization: TokenizationOptions

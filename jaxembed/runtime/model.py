@@ -158,7 +158,7 @@ class LoadedModel(ServedModel[LoadedRoute]):
         task_fields: dict[str, object] = {
             "labels": list(spec.labels),
             "score_function": spec.score_function,
-            "template": template is not None,
+            "template": template is not None or spec.listwise is not None,
             "instruction": template.instruction
             if template and template.takes_instruction
             else None,
@@ -200,7 +200,8 @@ class LoadedModel(ServedModel[LoadedRoute]):
         answer or its result is not finite."""
         tokenization = TokenizationOptions(prompt="", truncate=True, side="right")
         for name, route in self.engines.items():
-            item = Pair("probe", "probe") if route.spec.task == "rerank" else Text("probe")
+            has_pairs = route.spec.task == "rerank" and route.spec.listwise is None
+            item = Pair("probe", "probe") if has_pairs else Text("probe")
             if not route.spec.takes_texts:
                 item = Image(np.zeros((1, 1, 3), np.uint8))
             outputs: frozenset[OutputName] = frozenset({route.spec.primary})

@@ -28,7 +28,10 @@ def similarity(
 def scores(
     logits: Float[np.ndarray, "rows labels"], score_function: ScoreFunction
 ) -> Float[np.ndarray, "rows labels"]:
-    """Convert logits to scores from 0 to 1: by the sigmoid, or by the softmax of each row."""
+    """Convert logits to scores from 0 to 1: by the sigmoid, or by the softmax of each row. Cosines
+    are scores already."""
+    if score_function == "cosine":
+        return logits
     exact = logits.astype(np.float64)
     if score_function == "sigmoid":
         return np.exp(-np.logaddexp(0, -exact)).astype(np.float32)  # exp(-x) alone could overflow

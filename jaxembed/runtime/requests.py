@@ -32,6 +32,7 @@ from jaxembed.runtime.options import (
     best_windows,
 )
 from jaxembed.runtime.postprocess import keep_largest, term_weights
+from jaxembed.runtime.similarity import list_scores
 
 INPUT_BYTES = 1024  # memory of an input besides text and tokens; measured: 0.8 KB
 TOKEN_BYTES = 8  # memory of a token: its id, twice while a batch is packed
@@ -365,6 +366,36 @@ class TokenScoreRequest(Request[TokenScores]):
         """Return the cost of the request, including the offsets of its tokens."""
         base = super().cost(spec, sequences, tokens)
         return base._replace(bytes=base.bytes + tokens * OFFSETS_BYTES)
+
+
+@dataclass(frozen=True)
+class ListRequest(Request[Scores]):
+    """A request for the scores of documents that the model reads together with their `query`. The
+    only item is the list of the documents, so that one job has all of them."""
+
+    query: str
+
+    def prepare(self, processor: Processor, shared: Row | None, chunk: Sequence) -> Tokenized:
+        """Tokenize the query with all documents. Raises InvalidInput or TokenizerError."""
+        assert isinstance(processor, TextProcessor)
+        (documents,) = chunk
+        slots = Bucket(1, processor.limit).slots
+        return processor.encode_list(self.query, documents, self.tokenization, slots)
+
+    def finish(self, spec: ModelSpec, run: Run) -> Scores:
+        """Return the score of each document. `num_tokens` has the tokens of each block."""
+        scores = list_scores(run.values["dense"], run.tokenized.work.slots)
+        return Scores(scores[:, None], spec.labels, spec.score_function, **run.common_fields)
+
+    def inputs(self) -> Sequence[Input]:
+        """Return the query and the documents as inputs."""
+        return list(map(Text, (self.query, *self.items[0])))
+
+    def cost(self, spec: ModelSpec, sequences: int, tokens: int) -> Cost:
+        """Return the cost of the request, in which each document counts as an input. The output has
+        a row for each document, and one for the query in each sequence."""
+        count = len(self.items[0])
+        return super().cost(spec, count + sequences, tokens)._replace(inputs=count)
 
 
 @dataclass(frozen=True)

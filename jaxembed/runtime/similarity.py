@@ -16,6 +16,7 @@ from jaxembed.runtime.postprocess import cosines, maxsim, products, similarity
 Weights = dict[OutputName, float]
 
 MIN_SIMILARITY = -1.0  # the lowest cosine
+LEAST_WEIGHT = 1e-6  # of a block of documents; the weights may not all be 0
 
 
 def weights_of(offered: Sequence[OutputName], asked: Sequence[float] | None) -> Weights:
@@ -122,6 +123,25 @@ def compare_pairs(
         )
         result[documents_of] = scores.shown(raw_scores)[:, 0]
     return result
+
+
+def list_scores(
+    vectors: Float[np.ndarray, "slots width"], slots: Int[np.ndarray, " blocks"]
+) -> Float[np.ndarray, " documents"]:
+    """Return the scores of documents that were read together with their query, float32.
+
+    The rows of a block, of which there are `slots`, are the vectors of its documents and last that
+    of the query. A score is the cosine of the document's vector and a mean of the query's vectors,
+    which are not normalised; a block weighs (1 + c) / 2, where c is the largest cosine of its
+    documents. From `rerank` of jina-reranker-v3's modeling.py.
+    """
+    if not len(slots):
+        return np.zeros(0, np.float32)
+    blocks = [(rows[:-1], rows[-1]) for rows in np.split(vectors, np.cumsum(slots)[:-1])]
+    best = [similarity(query, documents).max() for documents, query in blocks]
+    weights = np.maximum(np.add(best, 1.0), LEAST_WEIGHT)  # their mean needs no factor
+    query = np.average([query for _, query in blocks], axis=0, weights=weights)
+    return similarity(query, np.concatenate([documents for documents, _ in blocks]))
 
 
 def _select(answer: Embeddings, chosen: Int[np.ndarray, " n"]) -> Embeddings:

@@ -39,6 +39,7 @@ from jaxembed.runtime.requests import (
     ComputeRequest,
     EncodeRequest,
     LateRequest,
+    ListRequest,
     MixedRequest,
     QueryRequest,
     ScoreRequest,
@@ -553,6 +554,7 @@ class Tasks:
     def score(self, inputs: Sequence[Text | Pair], options: ScoreOptions) -> ScoreRequest:
         """Make the request for the logits of each text or pair, which classify or score it. Raises
         WrongTask or InvalidInput."""
+        check_pairs(self._name, self._spec)
         check_task(self._name, self._spec, "classify")
         if options.max_chunks != 1:
             raise InvalidInput("only `rerank` divides documents", field="max_chunks")
@@ -579,13 +581,14 @@ class Tasks:
 
     def rerank(
         self, query: str, documents: Sequence[str | Image], options: ScoreOptions
-    ) -> QueryRequest:
-        """Make the request for the logit of each document with the query, for a reranker.
+    ) -> QueryRequest | ListRequest:
+        """Make the request for the logit of each document with the query, for a reranker, or for
+        the scores of documents that the model reads together.
 
         The query is tokenized once. Equal documents are computed once, so they get equal logits and
-        keep their order. Documents may be empty, as in TEI. Raises EmptyInput for an empty query,
-        InvalidInput, and WrongTask for images that the model does not take, a classifier, or an
-        embedding model, whose requests `compare` makes.
+        keep their order, unless they are read together. Documents may be empty, as in TEI. Raises
+        EmptyInput for an empty query, InvalidInput, and WrongTask for images that the model does
+        not take, a classifier, or an embedding model, whose requests `compare` makes.
         """
         if "rerank" not in SUPPORTED_TASKS[self._spec.task]:
             raise _wrong_task(self._name, self._spec, "rerank")
@@ -599,6 +602,21 @@ class Tasks:
         if not query:
             raise EmptyInput("query")
         tokenization, adapter = self._tokenization(options), self._adapter_number(options.adapter)
+        if self._spec.listwise is not None:
+            if options.max_chunks != 1:
+                raise InvalidInput(
+                    "this model reads the documents of a query together and does not divide them; "
+                    "leave `max_chunks_per_doc` and `long_documents` out",
+                    field="max_chunks_per_doc",
+                )
+            return ListRequest(
+                [documents] if documents else [],
+                tokenization,
+                frozenset({"dense"}),
+                options.priority,
+                query,
+                adapter=adapter,
+            )
         return QueryRequest(
             documents, tokenization, LOGITS, options.priority, options, query, adapter=adapter
         )
@@ -850,8 +868,9 @@ class Tasks:
     def _tokenization(self, options: ScoreOptions) -> TokenizationOptions:
         """Return the tokenization options of a request for scores. Raises InvalidInput."""
         check_positive("max_document_tokens", options.max_document_tokens)
-        template = self._spec.template
-        if options.instruction is not None and not (template and template.takes_instruction):
+        template, is_list = self._spec.template, self._spec.listwise is not None
+        takes_instruction = is_list or (template is not None and template.takes_instruction)
+        if options.instruction is not None and not takes_instruction:
             raise InvalidInput(
                 "this model does not take an `instruction`; leave it out", field="instruction"
             )
@@ -895,7 +914,10 @@ def _check_windows(options: ScoreOptions) -> None:
 
 def tasks_of(spec: ModelSpec) -> tuple[Task, ...]:
     """Return the tasks that the server's list of models shows for a model. They include "rerank"
-    for a model with multi-vector embeddings."""
+    for a model with multi-vector embeddings, and are "rerank" alone for a model that reads
+    documents together."""
+    if spec.listwise is not None:
+        return ("rerank",)
     return (
         (*SUPPORTED_TASKS[spec.task], "rerank")
         if "multi_vector" in spec.heads
@@ -925,6 +947,15 @@ def check_task(name: str, spec: ModelSpec, task: Task) -> None:
     """Raise WrongTask if the model `name` cannot do the task."""
     if fit(spec, task) is None:
         raise _wrong_task(name, spec, task)
+
+
+def check_pairs(name: str, spec: ModelSpec) -> None:
+    """Raise WrongTask if the model `name` reads the documents of a query together."""
+    if spec.listwise is not None:
+        raise WrongTask(
+            f"{name} reads the documents of a query together, because a score depends on the other "
+            "documents: it takes no single texts or pairs; rerank the documents of one query"
+        )
 
 
 def _wrong_task(name: str, spec: ModelSpec, task: Task) -> WrongTask:

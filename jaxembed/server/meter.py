@@ -169,6 +169,8 @@ class Meter(AbstractContextManager["Meter"]):
             response.headers["x-cache-hits"] = str(answer.cached)
         if isinstance(answer, Similarities):
             response.headers["x-score-source"] = "embeddings"
+        elif self.loaded.spec.listwise is not None:
+            response.headers["x-score-source"] = "listwise"
         return response
 
 

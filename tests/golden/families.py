@@ -112,11 +112,11 @@ def modernbert_bytes(folder: Path) -> Any:
     )
 
 
-def qwen_bytes(folder: Path, **options: Any) -> Any:
+def qwen_bytes(folder: Path, more: tuple[str, ...] = (), **options: Any) -> Any:
     """As published: a byte-level BPE with its special tokens last."""
     tokens, merges = byte_pairs()
-    options["additional_special_tokens"] = list(QWEN_SPECIAL[1:])
-    vocabulary = numbered(*tokens, *QWEN_SPECIAL)
+    options["additional_special_tokens"] = [*QWEN_SPECIAL[1:], *more]
+    vocabulary = numbered(*tokens, *QWEN_SPECIAL, *more)
     return transformers.Qwen2Tokenizer(vocab=vocabulary, merges=merges, **options)
 
 

@@ -45,7 +45,7 @@ from sentence_transformers.sentence_transformer import modules
 
 sys.path.append(str(Path(__file__).parents[1]))  # as for pytest: run as a script, this is "golden"
 
-from golden import baai, colbert, m3, own_code, splade
+from golden import baai, colbert, listwise, m3, own_code, splade
 from golden.families import FAMILIES, SEED, WORDS, Family, class_of, randomise, save_tower
 
 HERE = Path(__file__).parent
@@ -165,6 +165,13 @@ class Judge:
 
 
 @dataclass(frozen=True)
+class Ranker:
+    """A reranker of documents together. `save` writes it into a folder, and returns it in torch."""
+
+    save: Callable[[Path], listwise.Reference]
+
+
+@dataclass(frozen=True)
 class Head:
     """What scores. Saved by transformers alone, or as a CrossEncoder with its files around it."""
 
@@ -215,7 +222,7 @@ SEARCH_PROMPTS = {"query": "search_query: ", "document": "search_document: "}
 GEMMA_PROMPTS = {"query": "task: the | query: ", "document": "what: of | how: "}
 QWEN_PROMPTS = {"query": "Instruct: how is the sky\nQuery:", "document": ""}
 
-CASES: dict[str, Case | Static | Outputs | Judge] = {
+CASES: dict[str, Case | Static | Outputs | Judge | Ranker] = {
     "bert_mean": Case("mean", NORMALIZED, prompts=PROMPTS),
     "bert_odd_cls": odd("bert", "cls", NORMALIZED, masked_lm=True),
     "bert_half_max": Case("max", (Dense(9),), prompts=PROMPTS, tower_dtype="float16"),
@@ -354,6 +361,7 @@ CASES: dict[str, Case | Static | Outputs | Judge] = {
     "gemma_reranker": Judge(baai.save_gemma),
     "minicpm_layerwise": Judge(baai.save_minicpm),
     "gemma2_lightweight": Judge(baai.save_lightweight),
+    "qwen3_listwise": Ranker(listwise.save),
 }
 
 
@@ -646,25 +654,29 @@ def make_outputs(case: Outputs) -> dict[str, np.ndarray]:
     return golden
 
 
-def make_judge(case: Judge) -> dict[str, np.ndarray]:
+def make_judge(case: Judge | Ranker) -> dict[str, np.ndarray]:
     """The arrays of a golden of a language model that reranks, without hidden states."""
     asked = rerank_calls()
     golden: dict[str, np.ndarray] = {"calls": np.array(json.dumps(asked))}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        judge = case.save(folder)
-        logits = np.array([[judge(QUESTION, text)] for text in TEXTS], np.float32)
-        golden |= {"scores/0": 1 / (1 + np.exp(-logits)), "scores/1": logits}
+        if isinstance(case, Ranker):
+            cosines = case.save(folder).rank(QUESTION, TEXTS)[:, None]
+            golden |= {"scores/0": cosines, "scores/1": cosines}
+        else:
+            judge = case.save(folder)
+            logits = np.array([[judge(QUESTION, text)] for text in TEXTS], np.float32)
+            golden |= {"scores/0": 1 / (1 + np.exp(-logits)), "scores/1": logits}
         return golden | dict(_source(folder))
 
 
-def make(case: Case | Static | Outputs | Judge) -> dict[str, np.ndarray]:
+def make(case: Case | Static | Outputs | Judge | Ranker) -> dict[str, np.ndarray]:
     """The arrays of a golden."""
     if isinstance(case, Static):
         return make_static(case)
     if isinstance(case, Outputs):
         return make_outputs(case)
-    if isinstance(case, Judge):
+    if isinstance(case, Judge | Ranker):
         return make_judge(case)
     ids, types = sequences(case)
     pairs = list(zip(ids, types, strict=True))

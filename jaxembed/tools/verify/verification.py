@@ -283,6 +283,11 @@ def comparable_spec(routes: Routes) -> ModelSpec:
             f"{spec.source} has the routes {', '.join(routes.specs)}; only models of one "
             "route can be compared"
         )
+    if spec.listwise is not None:
+        raise ConfigError(
+            f"{spec.source} reads the documents of a query together, which sentence-transformers "
+            "does not"
+        )
     if spec.primary == "sparse":
         raise ConfigError(
             f"{spec.source} is a sparse encoder; only vectors and logits can be compared"
