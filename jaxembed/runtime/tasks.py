@@ -959,7 +959,7 @@ def check_pairs(name: str, spec: ModelSpec) -> None:
 
 
 def _wrong_task(name: str, spec: ModelSpec, task: Task) -> WrongTask:
-    supported = " and ".join(SUPPORTED_TASKS[spec.task])
+    supported = " and ".join(tasks_of(spec))
     return WrongTask(f"{name} is {KIND[spec.task]}: it cannot {task}, only {supported}")
 
 

@@ -10,11 +10,11 @@ import transformers
 from golden import listwise
 from golden.families import sized
 from golden.make import QUESTION
-from parity import sentences
-from parity.test_qwen3 import TOKENIZERS, unpack
 
 from jaxembed import Embedder
 from jaxembed.runtime.options import ScoreOptions
+from parity import sentences
+from parity.test_qwen3 import TOKENIZERS, unpack
 
 LIMIT = 16384
 PUBLISHED = sized(1024, 2, 16, 3072, num_key_value_heads=8, head_dim=128)
