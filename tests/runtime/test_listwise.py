@@ -158,5 +158,5 @@ def test_the_tokens_of_the_prompt_must_be_there(tmp_path):
     source = write_source(golden("qwen3_listwise"), tmp_path / "source")
     text = (source / "tokenizer.json").read_text()
     (source / "tokenizer.json").write_text(text.replace("<|embed_token|>", "<|other|>"))
-    with pytest.raises(CheckpointError, match="has no added token '<|embed_token|>'"):
+    with pytest.raises(CheckpointError, match=r"has no added token '<\|embed_token"):
         converted(source)
