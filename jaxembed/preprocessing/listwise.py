@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxembed.data.spec import Listwise
 from jaxembed.data.work import Encoding
-from jaxembed.errors import EmptyInput, InputTooLong, InvalidInput
+from jaxembed.errors import EmptyInput, InputTooLong, InvalidInput, counted
 from jaxembed.preprocessing.job_threads import restart_if_small
 from jaxembed.preprocessing.pairs import fill
 from jaxembed.preprocessing.tokenizer import SMALL_TEXT, Tokenizer, cut_tokens
@@ -68,8 +68,8 @@ class ListTokenizer:
         room = self._limit - self._around - 2 * query_tokens - len(wrapped)
         if room < 1:
             raise InvalidInput(
-                f"the `instruction` has {len(wrapped)} tokens and leaves no room for a document; "
-                f"the limit of the prompt is {self._limit} tokens: shorten it",
+                f"the `instruction` has {counted(len(wrapped), 'token')} and leaves no room for a "
+                f"document; the limit of the prompt is {self._limit} tokens: shorten it",
                 field="instruction",
             )
         longest = min(prompt.document_length, room)
