@@ -65,6 +65,11 @@ def test_tokenize_answers_pieces_with_all_their_keys():
     assert "x-compute-type" not in response.headers
 
 
+def test_tokenize_refuses_a_prompt_in_words():
+    _, body = ask({"inputs": "a", "prompt": "b"}, path="/tokenize", status=422)
+    assert '`prompt` of "b" is not supported' in body["error"]
+
+
 def test_decode_takes_one_sequence_or_several():
     for ids, texts in (([1, 2], ["1 2"]), ([[1], [2, 3]], ["1", "2 3"])):
         assert ask({"ids": ids}, path="/decode")[1] == texts

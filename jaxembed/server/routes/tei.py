@@ -167,7 +167,7 @@ class SimilarityRequest(ModelRequest, kw_only=True):
     priority: Priority | None = None
 
 
-class TokenizeRequest(msgspec.Struct):
+class TokenizeRequest(RefusedFields, kw_only=True):
     """The body of /tokenize: one text or a list of texts."""
 
     inputs: str | list[str]
