@@ -182,10 +182,11 @@ class Trimmer:
             self._baseline = min(now, self._baseline)
 
 
-def resident_bytes() -> int | None:
-    """Return the resident memory of the process in bytes; None if the system does not say."""
+def resident_bytes(statm: Path = STATM) -> int | None:
+    """Return the resident memory of a process in bytes; None if the system does not say. `statm` is
+    the process's file in /proc."""
     with suppress(OSError, ValueError, IndexError):
-        return int(STATM.read_text().split()[1]) * mmap.PAGESIZE
+        return int(statm.read_text().split()[1]) * mmap.PAGESIZE
     return None
 
 

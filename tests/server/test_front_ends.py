@@ -1,6 +1,7 @@
 """Front-end processes: real ones, beside an engine in this process."""
 
 import asyncio
+import base64
 import contextlib
 import os
 import signal
@@ -8,6 +9,7 @@ import socket
 from collections import Counter
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 from conftest import save_tiny
+from dual_sources import png
 from live_server import WAIT_S
 from test_front_frames import WORKS, framed, submit
 
@@ -23,6 +26,7 @@ from jaxembed.config import ServerConfig
 from jaxembed.data.spec import DenseLayer, PerToken
 from jaxembed.engine.admission import Cost
 from jaxembed.errors import BackendError
+from jaxembed.memory import MIB, resident_bytes
 from jaxembed.server.app import create_app
 from jaxembed.server.front import frames, supervisor
 from jaxembed.server.front.backend import Backend
@@ -132,6 +136,22 @@ async def test_front_ends_find_entities(load_model, tmp_path):
         assert [[tuple(one[key] for key in keys) for one in some] for some in answer] == wanted
         refused = await server.ask({"inputs": [[1, 2]], "model": "tiny"}, path="/token_classify")
         assert (refused.status_code, server.idle) == (422, True)
+
+
+async def test_a_front_end_returns_the_memory_of_large_images(clip):
+    def body(*sides: int) -> dict:
+        data = base64.b64encode(png(np.zeros((*sides, 4), np.uint8))).decode()
+        image = {"type": "image", "url": f"data:image/png;base64,{data}"}
+        return {"inputs": [image], "model": "tiny"}
+
+    async with serving(clip, 1) as server, asyncio.timeout(WAIT_S):
+        assert (await server.ask(body(8, 8), path="/embed")).status_code == 200  # imports Pillow
+        statm = Path(f"/proc/{server.pids[0]}/statm")
+        before, large = resident_bytes(statm), body(4000, 4000)
+        answers = await asyncio.gather(*(server.ask(large, path="/embed") for _ in range(8)))
+        assert [answer.status_code for answer in answers] == [200] * 8
+        while resident_bytes(statm) > before + 100 * MIB:
+            await asyncio.sleep(0.05)
 
 
 async def test_four_front_ends_admit_what_one_process_would(fronted, embedder, held, monkeypatch):

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import msgspec
 
-from jaxembed import __version__
+from jaxembed import __version__, memory
 from jaxembed.config import ServerConfig
 from jaxembed.engine.quota import Account, RateState, Refusal
 from jaxembed.errors import JaxembedError, ShuttingDown
@@ -265,12 +265,16 @@ class FrontEnd:
         return models
 
     async def _report(self) -> None:
-        """Each second, send the growth of the metrics, and give unused memory back."""
+        """Each second, send the growth of the metrics, give unused memory back to the engine's
+        process, and freed memory to the system if there are no requests."""
+        assert self._models is not None and self._app is not None
+        capacity, trimmer = cast(LentCapacity, self._models.capacity), memory.Trimmer()
         while True:
             await asyncio.sleep(GROWTH_S)
             self._send_growth(0)
-            if self._models is not None:
-                cast(LentCapacity, self._models.capacity).give_all_back()
+            capacity.give_all_back()
+            if not self._app.unanswered:
+                await asyncio.to_thread(trimmer.run)
 
     def _send_growth(self, call: int) -> None:
         growth = {} if self._models is None else self._models.growth()
