@@ -267,7 +267,8 @@ class FrontEnd:
     async def _report(self) -> None:
         """Each second, send the growth of the metrics, give unused memory back to the engine's
         process, and freed memory to the system if there are no requests."""
-        assert self._models is not None and self._app is not None
+        assert self._models is not None
+        assert self._app is not None
         capacity, trimmer = cast(LentCapacity, self._models.capacity), memory.Trimmer()
         while True:
             await asyncio.sleep(GROWTH_S)
