@@ -1,14 +1,15 @@
 """Joins a query and its documents into one sequence, for a reranker that reads them together."""
 
 from collections.abc import Iterator, Sequence
-from math import inf
+from itertools import chain
+from math import ceil, inf
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxembed.data.spec import Listwise
 from jaxembed.data.work import Encoding
-from jaxembed.errors import EmptyInput, InputTooLong, InvalidInput, counted
+from jaxembed.errors import EmptyInput, InputTooLong, InvalidInput
 from jaxembed.preprocessing.job_threads import restart_if_small
 from jaxembed.preprocessing.pairs import fill
 from jaxembed.preprocessing.tokenizer import SMALL_TEXT, Tokenizer, cut_tokens
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 # Tokens of a sequence that are kept free: within the prompt, or decoded after a cut, a text may
 # have a few tokens more than alone.
 MARGIN = 16
+DIGITS = 2  # tokens that the number of a document may need besides its first
 
 
 class ListTokenizer:
@@ -32,8 +34,9 @@ class ListTokenizer:
         self._names = prompt.query_token, prompt.document_token
         ids = [tokenizer.file.token_to_id(name) for name in self._names]
         self._query_id, self._document_id = (np.array([token_id], np.int32) for token_id in ids)
-        # tokens of a sequence of one document, besides the texts and the instruction
-        self._around = self._join("", "", [""]).length + MARGIN
+        # tokens of a sequence besides texts and instruction: of one document, and of each more
+        one, two = (self._join("", "", [""] * count).length for count in (1, 2))
+        self._around, self._each = one + MARGIN, two - one + DIGITS
         # tokens that a sequence may need besides its documents: the query is in it twice
         self.reserved = self._around + 2 * prompt.query_length
 
@@ -47,7 +50,8 @@ class ListTokenizer:
         of the block, in order, and a last one for the query. A sequence has at most `slots` slots.
 
         Texts are truncated and blocks end as in `rerank` of jina-reranker-v3's modeling.py, with
-        the limit of a sequence as model_max_length; a block over the limit is halved. Raises
+        the limit of a sequence as model_max_length; a document has at most the room beside query
+        and instruction, and a block also ends before the sequence is over the limit. Raises
         EmptyInput for an empty query, InputTooLong, InvalidInput if the query and the instruction
         leave no room for a document, and TokenizerError. The index of an error is the document's.
         """
@@ -65,14 +69,14 @@ class ListTokenizer:
         except InvalidInput as error:
             raise error.at(None, "query") from error
         ((wrapped, _),) = self._tokenizer.rows([instructed], self._limit, "right")
-        room = self._limit - self._around - 2 * query_tokens - len(wrapped)
-        if room < 1:
+        frame = self._around + 2 * query_tokens + len(wrapped)
+        if frame >= self._limit:
             raise InvalidInput(
-                f"the `instruction` has {counted(len(wrapped), 'token')} and leaves no room for a "
-                f"document; the limit of the prompt is {self._limit} tokens: shorten it",
+                "the query and the `instruction` leave no room for a document; the limit of the "
+                f"prompt, which has the query twice, is {self._limit} tokens: shorten them",
                 field="instruction",
             )
-        longest = min(prompt.document_length, room)
+        longest = min(prompt.document_length, self._limit - frame)
         asked = tokenization.max_second_tokens or inf  # to this limit documents are always cut
         max_tokens = int(min(longest, asked))
         texts: list[tuple[str, int, bool]] = []
@@ -84,19 +88,33 @@ class ListTokenizer:
             )
         except InvalidInput as error:
             raise error.at(len(texts)) from error
-        encodings: list[Encoding] = []
-        block: list[str] = []
-        capacity = self._limit - 2 * query_tokens
-        left = capacity
-        for number, (text, tokens, _) in enumerate(texts, 1):
-            block.append(text)
+        most = min(prompt.block_documents, slots - 1)
+        blocks: list[list[str]] = [[]]
+        size, left = frame, self._limit - 2 * query_tokens  # `left` as in modeling.py
+        for text, tokens, _ in texts:
+            block, size = blocks[-1], size + self._each + tokens
+            if block and (len(block) == most or left <= max_tokens or size > self._limit):
+                blocks.append([])
+                size, left = frame + self._each + tokens, self._limit - 2 * query_tokens
+            blocks[-1].append(text)
             left -= tokens
-            is_full = len(block) == min(prompt.block_documents, slots - 1)
-            if is_full or left <= max_tokens or number == len(texts):
-                encodings += self._sequences(query, instructed, block)
-                block, left = [], capacity
+        sequences = [self._sequences(query, instructed, block) for block in blocks]
         cut = len(texts) if is_query_cut else sum(is_cut for _, _, is_cut in texts)
-        return encodings, cut
+        return list(chain.from_iterable(sequences)), cut
+
+    def estimate(
+        self, characters: Sequence[int], tokenization: "TokenizationOptions"
+    ) -> tuple[int, int]:
+        """Estimate the numbers of sequences and of tokens of a query and its documents, from their
+        numbers of characters. A text counts as a token for each 4 characters plus 2 tokens."""
+        prompt = self._prompt
+        query, *documents = ((count + 8) // 4 for count in characters)
+        frame = self._around + 2 * min(query, prompt.query_length)
+        frame += len(tokenization.instruction or "") // 4
+        tokens = sum(self._each + min(document, prompt.document_length) for document in documents)
+        room = max(self._limit - frame, 1)
+        blocks = max(ceil(tokens / room), ceil(len(documents) / prompt.block_documents))
+        return blocks, blocks * frame + tokens
 
     def _without_names(self, text: str) -> str:
         """Return a text without the names of the prompt's two tokens, which the text may spell."""

@@ -178,8 +178,8 @@ class TextProcessor:
             )
         if limit <= reserved:
             raise ConfigError(
-                f"--max-input-length is {limit}, which leaves no room for text beside the special "
-                f"tokens ({reserved})"
+                f"--max-input-length is {limit}, which leaves no room for text beside the tokens "
+                f"that the model needs ({reserved})"
             )
         self._default_prompt = default_prompt(config, spec)
         self.default_prompt_name = default_prompt_name(config, spec)
@@ -433,12 +433,15 @@ class TextProcessor:
         self, inputs: Sequence[Input], tokenization: TokenizationOptions
     ) -> tuple[int, int]:
         """Estimate the numbers of sequences and of tokens of inputs that are not tokenized yet. The
-        estimate for an input with its prompt is a token for each 4 characters plus 2 tokens, at
-        most `limit` tokens for each of `max_windows` windows, and at least the length that the
-        model extends inputs to."""
+        estimate for an input with its prompt or instruction is a token for each 4 characters plus 2
+        tokens, at most `limit` tokens for each of `max_windows` windows, and at least the length
+        that the model extends inputs to. The inputs of a model that reads documents together are
+        the query and its documents."""
+        if self._lists is not None:
+            return self._lists.estimate(list(map(characters, inputs)), tokenization)
         max_tokens = self.limit * tokenization.max_windows
         min_tokens = self._length_of_query if tokenization.role == "query" else self._length_to_fill
-        more = len(tokenization.prompt) + 8
+        more = len(tokenization.prompt) + len(tokenization.instruction or "") + 8
         tokens = sum(
             max(min((characters(item) + more) // 4, max_tokens), min_tokens) for item in inputs
         )

@@ -874,6 +874,9 @@ class Tasks:
             raise InvalidInput(
                 "this model does not take an `instruction`; leave it out", field="instruction"
             )
+        if options.instruction:
+            limit = self._text.max_instruction_tokens
+            self._processor.check_prompt(options.instruction, limit, "instruction")
         _check_windows(options)
         return TokenizationOptions(
             prompt="",

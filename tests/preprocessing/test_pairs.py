@@ -207,7 +207,7 @@ def test_a_model_with_a_template_takes_no_single_texts(scorer):
 
 
 def test_a_template_without_room_for_text_is_refused(make):
-    with pytest.raises(ConfigError, match=r"is 7, .* no room .* the special tokens \(7\)"):
+    with pytest.raises(ConfigError, match=r"is 7, .* no room .* the model needs \(7\)"):
         make(limit=7, post_processor=bare, labels=("yes",), template=TEMPLATE)
 
 

@@ -430,7 +430,7 @@ def test_pieces_are_uncut_and_without_special_tokens_where_not_asked_for(process
 
 def test_a_limit_without_room_for_text_is_refused(make_processor):
     assert ids_of(make_processor(limit=3), Text("cat dog")) == [CLS, ID["cat"], SEP]
-    with pytest.raises(ConfigError, match=r"-length is 2, .* no room.* special tokens \(2\)"):
+    with pytest.raises(ConfigError, match=r"-length is 2, .* no room.* the model needs \(2\)"):
         make_processor(limit=2)
 
 

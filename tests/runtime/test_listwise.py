@@ -12,6 +12,8 @@ from test_golden import write_source
 from test_server_openai import ask
 
 from jaxembed import Embedder, EngineConfig
+from jaxembed.config import TextConfig
+from jaxembed.data.spec import Routes
 from jaxembed.errors import (
     CheckpointError,
     EmptyInput,
@@ -21,6 +23,7 @@ from jaxembed.errors import (
     WrongTask,
 )
 from jaxembed.runtime.options import ScoreOptions
+from jaxembed.runtime.tasks import Tasks
 from jaxembed.server.registry.models import Models
 
 LIMIT = 2560  # tokens of a sequence; in bytes the prompt has nearly a thousand
@@ -86,12 +89,25 @@ def test_the_best_come_first_over_http_and_from_the_cache(ranker):
 
 def test_documents_beyond_a_block_are_read_in_further_blocks(ranker):
     assert blocks(ranker, QUERY, ["a"] * 10) == ([10], 0)
-    # the templates of 90 documents are over the limit, so the documents are halved
-    assert blocks(ranker, QUERY, ["a"] * 90) == ([45, 45], 0)
+    # the templates of more documents are over the limit
+    assert blocks(ranker, QUERY, ["a"] * 126) == ([63, 63], 0)
     # after four there is less room than a document may have
     assert blocks(ranker, QUERY, ["x " * 200] * 5, max_document_tokens=1000) == ([4, 1], 0)
-    found = scores(ranker, QUERY, ["a"] * 90)
-    assert np.array_equal(found[:45], found[45:])
+    found = scores(ranker, QUERY, ["a"] * 126)
+    assert np.array_equal(found[:63], found[63:])
+
+
+def test_admission_counts_what_stands_in_every_block(ranker):
+    for count, words in ((1, 1), (40, 3), (126, 30), (300, 1)):
+        documents = ["cat dog " * words] * count
+        options = ScoreOptions(instruction="the dog " * 50)
+        request = ranker.model.tasks.rerank(QUERY, documents, options)
+        processor = ranker.model.main.processor
+        estimate = processor.estimate(request.inputs(), request.tokenization)
+        work = request.prepare(processor, None, request.items).work
+        # in bytes the texts have more tokens than an estimate by their characters
+        assert estimate[0] <= len(work) <= 3 * estimate[0]
+        assert 0.3 * work.tokens <= estimate[1] <= 1.2 * work.tokens
 
 
 def test_texts_over_their_limits_are_cut_or_refused(ranker):
@@ -105,8 +121,16 @@ def test_texts_over_their_limits_are_cut_or_refused(ranker):
     with pytest.raises(InputTooLong) as refused:
         ranker.rerank(query, ["a"], truncate=False)
     assert refused.value.field == "query"
-    with pytest.raises(InvalidInput, match="leaves no room for a document"):
+    with pytest.raises(InvalidInput, match="leave no room for a document"):
         ranker.rerank(QUERY, ["a"], instruction="x " * 1200)
+
+
+def test_an_instruction_is_limited_as_on_routes_that_embed(ranker):
+    text, processor = TextConfig(max_instruction_tokens=9), ranker.model.main.processor
+    tasks = Tasks("tiny", Routes({"": ranker.spec}), processor, text)
+    with pytest.raises(InvalidInput, match="more than 9 tokens") as refused:
+        tasks.rerank(QUERY, DOCUMENTS, ScoreOptions(instruction="x " * 9))
+    assert refused.value.field == "instruction"
 
 
 def test_names_of_the_two_tokens_are_taken_out_of_texts(ranker):
