@@ -1,5 +1,8 @@
-"""What the comparisons share: models, sequences that are run, and how far apart matrices are."""
+"""What the comparisons share: models, sequences that are run, answers of servers, and how far apart
+matrices are."""
 
+import asyncio
+from base64 import b64decode
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,10 +14,13 @@ from golden import make
 
 from jaxembed import Embedder
 from jaxembed.checkpoints.hub import DEFAULT_MODEL_PACKAGE
+from jaxembed.config import ServerConfig
 from jaxembed.data.inputs import Text
 from jaxembed.data.outputs import OutputName
 from jaxembed.data.work import Encoding, work_from_encodings
 from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions
+from jaxembed.server.app import create_app
+from jaxembed.server.registry.models import Models
 
 TOLERANCE = 1e-5  # float32, sums in another order
 
@@ -67,6 +73,50 @@ def run(embedder: Embedder, encodings: Sequence[Encoding], *outputs: OutputName)
     """What the engine makes of sequences, several to a row."""
     work = work_from_encodings(encodings, frozenset(outputs))
     return dict(embedder.model.main.engine.submit(work).result())
+
+
+def answers(embedder: Embedder, route: str, bodies: Iterable[dict[str, Any]]) -> list[Any]:
+    """What a server of this model alone answers to requests with these bodies."""
+    app = create_app(Models([embedder.model]), ServerConfig())
+
+    async def every() -> list[Any]:
+        client, found = app.test_client(), []
+        for body in bodies:
+            response = await client.post(route, json=body)
+            assert response.status_code == 200, await response.get_data(as_text=True)
+            found.append(await response.get_json())
+        return found
+
+    return asyncio.run(every())
+
+
+def in_every_order(texts: list[str]) -> list[list[str]]:
+    """The batches in which texts are sent: all, in the other order, and each alone."""
+    return [texts, texts[::-1], *([text] for text in texts)]
+
+
+def from_every_order(rows: Sequence[Any]) -> list[list[Any]]:
+    """The rows of the texts in order, of each of the batches of in_every_order."""
+    together, reverse, *alone = rows
+    return [[*together], [*reverse][::-1], [row for one in alone for row in one]]
+
+
+def sent(embedder: Embedder, texts: list[str], adapter: str = "", **fields: Any) -> np.ndarray:
+    """The vectors that a server answers with, as numbers and in base64, float32
+    `[6, texts, dimensions]`: each form in every order."""
+    model = f"{embedder.model.name}:{adapter}" if adapter else embedder.model.name
+    found = []
+    for form in ("float", "base64"):
+        fixed = {"model": model, "encoding_format": form, **fields}
+        bodies = [{"input": batch, **fixed} for batch in in_every_order(texts)]
+        vectors = [
+            [one["embedding"] for one in answer["data"]]
+            for answer in answers(embedder, "/v1/embeddings", bodies)
+        ]
+        if form == "base64":
+            vectors = [[np.frombuffer(b64decode(v), "<f4") for v in batch] for batch in vectors]
+        found += from_every_order(vectors)
+    return np.array(found, np.float32)
 
 
 def hidden_apart(embedder: Embedder, backbone: Any, encodings: Sequence[Encoding]) -> float:

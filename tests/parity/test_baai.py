@@ -1,5 +1,6 @@
-"""BAAI's rerankers on language models in their published widths, at each layer with a head; their
-token ids with a tokenizer of sentences. The goldens have them in tiny."""
+"""BAAI's rerankers on language models in their published widths, at each layer with a head, in the
+library and over HTTP; their token ids with a tokenizer of sentences. The goldens have them in tiny.
+"""
 
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from golden.families import sized
 from jaxembed.data.inputs import Pair
 from jaxembed.preprocessing.text import TokenizationOptions
 from parity import sentences
+from parity.reference import answers, from_every_order, in_every_order
 
 GEMMA = sized(2048, 2, 8, 16384, num_key_value_heads=1, head_dim=256)
 MINICPM = sized(2304, 2, 36, 5760, num_key_value_heads=36)
@@ -35,10 +37,14 @@ def test_logits_of_the_published_width_agree(name, tmp_path, make_embedder, note
     embedder = make_embedder(tmp_path, [(2, 256)], cutoff_layer=layer)
     assert embedder.spec.config["num_layers"] == (layer or 2)
     wanted = np.array([judge(make.QUESTION, text) for text in TEXTS])
-    alone = [embedder.rerank(make.QUESTION, [text], raw_scores=True)[0].score for text in TEXTS]
-    ranked = embedder.rerank(make.QUESTION, TEXTS, raw_scores=True)
-    together = [one.score for one in sorted(ranked, key=lambda one: one.index)]
-    apart = max(np.abs(np.array(got) - wanted).max() for got in (alone, together))
+    batches = in_every_order(TEXTS)
+    fixed: dict[str, Any] = {"query": make.QUESTION, "raw_scores": True}
+    answered = answers(embedder, "/rerank", [fixed | {"texts": batch} for batch in batches])
+    ranked = [embedder.rerank(make.QUESTION, batch, raw_scores=True) for batch in batches]
+    here = [[(one.index, one.score) for one in batch] for batch in ranked]
+    there = [[(one["index"], one["score"]) for one in batch] for batch in answered]
+    got = [from_every_order([[s for _, s in sorted(one)] for one in way]) for way in (here, there)]
+    apart = np.abs(np.array(got) - wanted).max()
     note(f"logits within {apart:.1e} of a spread of {wanted.std():.1e}")
     assert apart < 1e-5 * np.abs(wanted).max()
 

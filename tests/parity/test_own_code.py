@@ -1,8 +1,10 @@
-"""jina-embeddings-v5-text, voyage-4-nano and pplx-embed-v1 in their published widths, and the
-merged repositories of the first. The goldens have them in tiny."""
+"""jina-embeddings-v5-text, voyage-4-nano, pplx-embed-v1 and nomic-embed-text-v2-moe in their
+published widths, and the merged repositories of the first, in the library and over HTTP. The
+goldens have them in tiny."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from sources import NORMALIZE
 from jaxembed import Embedder
 from jaxembed.errors import CheckpointError
 from parity import sentences
-from parity.reference import relative
+from parity.reference import answers, from_every_order, in_every_order, relative, sent
 
 QWEN3 = sized(1024, 2, 16, 3072, 64, num_key_value_heads=8, head_dim=128)
 QWEN3 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
@@ -25,14 +27,15 @@ BUCKETS = [(4, 32)]
 
 
 def assert_agree(
-    embed: Callable[[list[str]], np.ndarray], wanted: Iterable[np.ndarray], note: Callable
+    embedder: Embedder, options: dict[str, Any], wanted: Iterable[np.ndarray], note: Callable
 ) -> None:
-    """Alone, in a batch, and in a batch in the other order."""
+    """From the library and from a server, in every order."""
     vectors = np.stack([*wanted])
-    alone = np.concatenate([embed([text]) for text in TEXTS])
-    apart = [relative(got, vectors) for got in (alone, embed(TEXTS), embed(TEXTS[::-1])[::-1])]
-    note(f"vectors within {max(apart):.1e}")
-    assert max(apart) < 1e-5
+    got = from_every_order([embedder.encode(batch, **options) for batch in in_every_order(TEXTS)])
+    answered = sent(embedder, TEXTS, **options)
+    apart = max(relative(np.array(one), vectors) for one in [*got, *answered])
+    note(f"vectors within {apart:.1e}")
+    assert apart < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -41,7 +44,7 @@ def assert_agree(
         ("qwen3_jina_v5", make.OF_TASKS),
         ("eurobert_jina_v5", make.OF_TASKS),
         ("qwen3_voyage", make.OF_PROMPTS),
-        ("qwen3_pplx", ({},)),
+        ("qwen3_pplx", ({"normalize": False},)),  # a server normalises unless it is told
     ],
 )
 def test_vectors_of_the_published_width_agree(name, options, tmp_path, make_embedder, note):
@@ -50,7 +53,7 @@ def test_vectors_of_the_published_width_agree(name, options, tmp_path, make_embe
     embedder = make_embedder(tmp_path, BUCKETS)
     for one in options:
         wanted = [answer(text, one)["dense"] for text in TEXTS]
-        assert_agree(partial(embedder.encode, **one), wanted, note)
+        assert_agree(embedder, one, wanted, note)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -62,7 +65,18 @@ def test_jina_v5_with_an_adapter_merged_is_a_plain_model(family, tmp_path, make_
     model, embedder = make.load(tmp_path), make_embedder(tmp_path, [(4, 64)])
     for role in own_code.JINA_PROMPTS:
         wanted = [model.encode(text, prompt_name=role) for text in TEXTS]
-        assert_agree(partial(embedder.encode, prompt_name=role), wanted, note)
+        assert_agree(embedder, {"prompt_name": role}, wanted, note)
+
+
+def test_nomic_embed_v2_moe_of_the_published_width_agrees(tmp_path, make_embedder, note):
+    case = replace(make.CASES["nomic_moe_mean"], config=sized(768, 2, 12, 3072, 64))
+    make.save(case, tmp_path)
+    model = make.load(tmp_path)
+    make.publish(FAMILIES["nomic_moe"], tmp_path)
+    embedder = make_embedder(tmp_path, BUCKETS)
+    for role in make.SEARCH_PROMPTS:
+        wanted = [model.encode(text, prompt_name=role) for text in TEXTS]
+        assert_agree(embedder, {"prompt_name": role}, wanted, note)
 
 
 def test_int8_and_ubinary_of_pplx_are_those_of_its_quantizer(tmp_path, make_embedder, note):
@@ -70,6 +84,10 @@ def test_int8_and_ubinary_of_pplx_are_those_of_its_quantizer(tmp_path, make_embe
     vectors = np.stack([answer(text, {})["dense"] for text in TEXTS])
     embedder = make_embedder(tmp_path, BUCKETS)
     got = {name: embedder.encode(TEXTS, output_dtype=name) for name in ("int8", "ubinary")}
+    for name, rows in got.items():
+        body = {"input": TEXTS, "output_dtype": name, "normalize": False}
+        (answer,) = answers(embedder, "/v1/embeddings", [body])
+        assert [one["embedding"] for one in answer["data"]] == rows.tolist()
     wanted = np.clip(np.round(vectors * 127), -128, 127)
     differ = np.abs(got["int8"] - wanted)
     note(f"int8: {(differ > 0).mean():.1e} of the values differ")

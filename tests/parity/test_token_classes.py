@@ -1,7 +1,6 @@
 """Random token classifiers against transformers: logits in float32, and the entities that its
 pipeline finds, in the library and over HTTP."""
 
-import asyncio
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,13 +14,10 @@ from golden.families import WORDS, class_of, randomise
 from transformers.pipelines.token_classification import AggregationStrategy as Strategies
 
 from jaxembed import Embedder
-from jaxembed.config import ServerConfig
 from jaxembed.data.inputs import AggregationStrategy
 from jaxembed.errors import InputTooLong
-from jaxembed.server.app import create_app
-from jaxembed.server.registry.models import Models
 from parity import sentences
-from parity.reference import TOLERANCE, assert_within, run
+from parity.reference import TOLERANCE, answers, assert_within, run
 from parity.test_cross_encoders import apart
 from parity.test_towers import KINDS, SIZES, ragged
 
@@ -135,23 +131,17 @@ def test_entities_of_texts_that_are_cut_on_the_left_are_where_they_are_in_the_te
 
 
 def test_the_route_answers_as_the_pipeline(models):
-    app = create_app(Models([models.embedder.model]), ServerConfig())
-
-    async def post(**body: Any) -> Any:
-        response = await app.test_client().post("/token_classify", json=body)
-        assert response.status_code == 200
-        return await response.get_json()
-
-    async def every() -> list[Any]:
-        bodies = [{"aggregation_strategy": strategy} for strategy in STRATEGIES]
-        return [await post(inputs=TEXTS, **body) for body in ({}, *bodies)]
-
-    without, *answers = asyncio.run(every())
-    assert without == answers[0]
-    for strategy, lists in zip(STRATEGIES, answers, strict=True):
-        for wanted, got in zip(models.wanted(strategy), lists, strict=True):
+    bodies = [{"inputs": TEXTS}, {"inputs": TEXTS[::-1]}, *({"inputs": text} for text in TEXTS)]
+    bodies += [{"inputs": TEXTS, "aggregation_strategy": strategy} for strategy in STRATEGIES]
+    without, reverse, *rest = answers(models.embedder, "/token_classify", bodies)
+    alone, lists = rest[: len(TEXTS)], rest[len(TEXTS) :]
+    for strategy, found in zip(STRATEGIES, lists, strict=True):
+        for wanted, got in zip(models.wanted(strategy), found, strict=True):
             assert_equal(got, wanted)
-    assert asyncio.run(post(inputs=TEXTS[0])) == without[0]
+    assert without == lists[0]
+    for others in (reverse[::-1], alone):
+        for wanted, got in zip(without, others, strict=True):
+            assert_equal(got, wanted)
 
 
 def test_a_text_over_the_limit_is_refused_unless_it_may_be_cut(models):
