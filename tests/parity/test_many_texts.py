@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import transformers
@@ -174,6 +175,18 @@ def assert_offsets_same(processor: TextProcessor, tokenizer: Any) -> None:
     offsets = np.concatenate(wanted["offset_mapping"])
     offsets[np.concatenate(wanted["special_tokens_mask"]) == 1] = -1
     assert np.array_equal(found.offsets, offsets)
+
+
+@pytest.mark.parametrize("models", ONES, indirect=True)
+def test_ids_with_names_of_special_tokens_as_plain_text_equal_those_of_transformers(models, note):
+    """As of an instruction in words."""
+    _, processor, tokenizer = models
+    given = [f"</s> {text}" for text in TEXTS]
+    wanted = tokenizer(given, truncation=True, max_length=LIMIT, split_special_tokens=True)
+    tokenization = msgspec.structs.replace(options("</s> "), has_special_names=False)
+    encodings = processor.encode([Text(text) for text in TEXTS], tokenization).work.encodings
+    assert_same(encodings, wanted["input_ids"], TEXTS)
+    note(f"{len(TEXTS)} texts the same")
 
 
 @pytest.mark.parametrize("models", PAIRS, indirect=True)
