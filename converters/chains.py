@@ -11,6 +11,7 @@ from converters import heads
 from converters.family import ADAPTERS, CONVERTERS, Family, family_of, family_of_type
 from converters.features import late_interaction, scores, static, terms
 from converters.features.adapters import with_adapters
+from converters.features.chat import with_chat
 from converters.features.m3 import with_token_heads
 from converters.fields import (
     CONFIG_FIELDS,
@@ -21,6 +22,7 @@ from converters.heads import Layout
 from converters.outline import Options, Outline, Reader, check_comparable, spec_of
 from converters.quantized import scheme_of
 from converters.tokenizers import tokenizer
+from converters.tokenizers.framed import FramedTokenizer
 from jaxembed.checkpoints import checkpoint
 from jaxembed.checkpoints.source import adapter_folders
 from jaxembed.errors import CheckpointError, UnsupportedModel
@@ -156,6 +158,9 @@ def _tower_outline(source: Path, options: Options, route: str) -> Outline:
             source, layout, hf, config["hidden_size"], family.sparse_classes, text
         )
     spec = msgspec.structs.replace(spec, heads=layout.heads, max_input_tokens=limit)
+    if use == EMBEDDER and family.chat is not None:
+        framed = FramedTokenizer(backbone, config["vocab_size"])
+        spec, text = with_chat(spec, framed, backbone, *family.chat)
     if tokenization is not None:
         spec = late_interaction.with_interaction(spec, tokenization, text, backbone)
     tensors = replace(
@@ -249,7 +254,10 @@ def _layout(
     if use == EMBEDDER:
         width = config["hidden_size"]
         projection = family.projection(hf, width)
-        return heads.read_layout(source, width, options.dense_path, route, projection)
+        in_chat = family.chat is not None
+        return heads.read_layout(
+            source, width, options.dense_path, route, projection, in_chat=in_chat
+        )
     options.refuse_dense_path(source)
     if use == MASKED_LM:
         if family.masked_lm is None:

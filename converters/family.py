@@ -95,6 +95,9 @@ class Family(TensorRules):
     tasks: Callable[[Fields], Sequence[str]] = lambda hf: ()
     # hf, the backbone's width -> a linear layer of the model's own code behind its last norm
     projection: Callable[[Fields, int], Projection | None] = lambda hf, width: None
+    # for embedders that put texts into their chat template: the system message of a text without a
+    # prompt, and the text that stands for an empty one
+    chat: tuple[str, str] | None = None
 
 
 CONVERTERS: dict[str, str] = {
@@ -124,6 +127,7 @@ CONVERTERS: dict[str, str] = {
     "nomic_bert": "converters.families.nomic_bert",
     "qwen2": "converters.families.qwen2",
     "qwen3": "converters.families.qwen3",
+    "qwen3_vl": "converters.families.qwen3_vl",
     "roberta": "converters.families.roberta",
     "t5": "converters.families.t5",
     "xlm-roberta": "converters.families.roberta",

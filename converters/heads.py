@@ -154,8 +154,10 @@ TRANSFORMER_TASKS = (
     "feature-extraction",
     "sequence-classification",
     "text-generation",
+    "any-to-any",
     FILL_MASK,
 )
+WITH_GENERATION = {"chat_template": {"add_generation_prompt": True}}
 
 MODEL_CONFIG = "config_sentence_transformers.json"
 
@@ -208,14 +210,17 @@ def read_layout(
     dense_path: str | None = None,
     route: str = "",
     projection: Projection | None = None,
+    *,
+    in_chat: bool = False,
 ) -> Layout:
     """Read the layout of an embedder from modules.json and the files that it names. Without
     modules.json the pooling is the mean, as in sentence-transformers.
 
     `dense_path` replaces the path of the only Dense module. `route` is one of the Router's, or "".
     `projection` is a linear layer of the backbone itself, which every token goes through before the
-    pooling. Raises UnsupportedModel for a model that is no embedder or has settings that are not
-    supported, and CheckpointError for wrong files.
+    pooling. `in_chat` says that texts are put into the chat template. Raises UnsupportedModel for a
+    model that is no embedder or has settings that are not supported, and CheckpointError for wrong
+    files.
     """
     width = hidden_size if projection is None else projection[0].out_features
     modules, include_prompt = modules_of(source, route), True
@@ -256,7 +261,8 @@ def read_layout(
         else:  # if no flag is true, sentence-transformers takes the mean
             pooling = [POOLING_FLAGS[flag] for flag in POOLING_FLAGS if config.get(flag)] or MEAN
         include_prompt = bool(config.get("include_prompt", True))
-    refuse_chat_template(source / modules[0].path)
+    if not in_chat:
+        refuse_chat_template(source / modules[0].path)
     layout = pooled_layout(source, modules[0], tuple(pooling), modules[2:], width, dense_path)
     if projection is not None:
         layout = _with_projection(layout, *projection)
@@ -397,13 +403,20 @@ def transformer_config(backbone: Path, *, late: bool = False) -> dict[str, Any]:
     task = config.get("transformer_task") or TRANSFORMER_TASKS[0]
     refuse_unknown(f"{path}: transformer_task", task, TRANSFORMER_TASKS)
     lengths = () if late else ("query_length", "document_length", "query_expansion")
-    refused = [name for name in (*lengths, "processing_kwargs") if config.get(name)]
+    refused = [name for name in lengths if config.get(name)]
+    if config.get("processing_kwargs") not in (None, {}, WITH_GENERATION):
+        refused.append("processing_kwargs")
     for name in ("model", "tokenizer", "config"):
         for key in (f"{name}_args", f"{name}_kwargs", "processor_kwargs"):
             refused += [f"{key}.{arg}" for arg in config.get(key) or {} if arg not in HARMLESS_ARGS]
     if refused:
         raise UnsupportedModel(f"{path}: not supported: {', '.join(sorted(set(refused)))}")
     return config
+
+
+def adds_generation_prompt(backbone: Path) -> bool:
+    """Return whether the chat template of pairs ends with the beginning of an answer."""
+    return transformer_config(backbone).get("processing_kwargs") == WITH_GENERATION
 
 
 def modalities(backbone: Path, *, late: bool = False) -> set[str]:

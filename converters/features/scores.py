@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from converters import heads
 from converters.family import Family, Reranker, Scorer
+from converters.features.chat import chat_template, render
 from converters.fields import lookup
 from converters.heads import MODEL_CONFIG, Layout, read_optional_json
 from converters.tokenizers.tokenizer import special_token
@@ -174,7 +173,8 @@ def reranker_layout(
         raise UnsupportedModel(
             f"{name} is a language model, and nothing says that it embeds or reranks: an embedder "
             "has a Pooling in modules.json, a reranker has a LogitScore there, and Qwen3-Reranker, "
-            "mxbai-rerank and bge-reranker-v2-gemma are recognised by their names"
+            "Qwen3-VL-Reranker, mxbai-rerank and bge-reranker-v2-gemma are recognised by their "
+            "names"
         )
     assert family.score_head is not None
     scorer = family.score_head(hf, config, *answers)
@@ -257,15 +257,15 @@ def pair_template(backbone: Path) -> PairTemplate | None:
     Returns None if there is no template, or if it does not take a query and a document. Raises
     UnsupportedModel if it takes both but cannot be split into the fields of a PairTemplate.
     """
-    path = backbone / "chat_template.jinja"
-    if path.is_file():
-        source = path.read_text(encoding="utf-8")
-    else:
-        source = read_optional_json(backbone / "tokenizer_config.json").get("chat_template")
-    if not isinstance(source, str):
+    source = chat_template(backbone)
+    if source is None:
         return None
+    generation = heads.adds_generation_prompt(backbone)
     # the template with the instruction of a request, and with its own instruction
-    full, plain = _render(source, *ROLES), _render(source, "query", "document")
+    full, plain = (
+        render(source, {role: ROLES[role] for role in roles}, generation=generation)
+        for roles in (tuple(ROLES), ("query", "document"))
+    )
     if "{query}" not in plain or "{document}" not in plain:
         return None
     # other tokens cannot span an added token, so the text after {document} must begin with one
@@ -278,20 +278,6 @@ def pair_template(backbone: Path) -> PairTemplate | None:
             "and the query, then the document after a space, then a special token"
         )
     return template
-
-
-def _render(source: str, *roles: str) -> str:
-    """Render the chat template `source` with one message for each role; empty if that fails."""
-    environment = ImmutableSandboxedEnvironment(  # with the settings of transformers
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    messages = [{"role": role, "content": ROLES[role]} for role in roles]
-    try:
-        return environment.from_string(source).render(
-            messages=messages, add_generation_prompt=False
-        )
-    except (TemplateError, TypeError, AttributeError, ValueError):
-        return ""
 
 
 def _cut(full: str, plain: str, specials: tuple[str, ...]) -> PairTemplate | None:

@@ -18,6 +18,7 @@ from converters.fields import (
 )
 from converters.heads import read_optional_json
 from converters.outline import Options, Outline
+from converters.tokenizers.framed import FramedTokenizer
 from converters.vision.dual import (
     SIGLIP,
     TOWER_SIZES,
@@ -29,7 +30,6 @@ from converters.vision.dual import (
 )
 from converters.vision.pages import (
     AUGMENTATION_TOKENS,
-    PageTokenizer,
     engine_class,
     page_outline,
     read_part,
@@ -84,7 +84,7 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
         "image": {key: value for key, value in vars(image_config).items() if value is not None},
         "image_token_id": image_id,
     }
-    tokenizer = PageTokenizer(source, lm["vocab_size"])
+    tokenizer = FramedTokenizer(source, lm["vocab_size"])
     processor = read_optional_json(source / "processor_config.json")
     bos, pad = tokenizer.special("bos_token"), tokenizer.special("pad_token")
     # what colpali-engine, whose text of a page has a second bos, and transformers put around texts

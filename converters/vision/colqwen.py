@@ -24,11 +24,11 @@ from converters.fields import (
 )
 from converters.heads import read_optional_json
 from converters.outline import Options, Outline
+from converters.tokenizers.framed import FramedTokenizer
 from converters.vision.dual import convolution, processor_fields
 from converters.vision.image_rules import read_rules
 from converters.vision.pages import (
     AUGMENTATION_TOKENS,
-    PageTokenizer,
     engine_class,
     page_outline,
     read_part,
@@ -112,7 +112,7 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
         )
     image_id = vlm.get("image_token_id") or IMAGE_PAD_ID
     config = lm | {"image_tower": "qwen_vision", "image": image, "image_token_id": image_id}
-    tokenizer = PageTokenizer(source, lm["vocab_size"])
+    tokenizer = FramedTokenizer(source, lm["vocab_size"])
     processor = read_optional_json(source / "processor_config.json")
     # how images are prepared, and the text of a page, in which one token stands for the image
     page = tokenizer.ids(processor.get("visual_prompt_prefix") or PAGE_TEXT)

@@ -245,6 +245,7 @@ class PairTemplate(msgspec.Struct, frozen=True):
     # The share (0 to 1) of the token limit that `first` may take if a pair is truncated.
     query_share: float = 1.0
     separator: str = ""
+    empty: str = ""  # stands for an empty query or document
 
     @property
     def takes_instruction(self) -> bool:
@@ -274,6 +275,18 @@ class Listwise(msgspec.Struct, frozen=True):
     block_documents: int
     query_length: int
     document_length: int
+
+
+class Chat(msgspec.Struct, frozen=True):
+    """How an embedder puts texts into its chat template, with their prompt as the system message.
+
+    `before` is put before each text, with the prompt in the place of {prompt}. A text without a
+    prompt gets the default one. The tokenizer adds the end of the template. `empty` stands for an
+    empty text.
+    """
+
+    before: str
+    empty: str = ""
 
 
 Resample = Literal["nearest", "lanczos", "bilinear", "bicubic"]
@@ -362,14 +375,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     classifier or reranker, and "token_logits" for a token classifier. There is a logit for each of
     the `labels`, and `score_function` turns logits into scores.
 
-    `template` is the prompt of a pair, and `listwise` that of several documents, whose vectors a
-    reranker compares with the query's. `interaction` says how a multi-vector model tokenizes
-    queries and documents. `filled` describes augmentation tokens that are added to every text.
-    `image` says how images are prepared; a model with `image` takes texts only if its config has a
-    vocabulary. If `token_types` is false, the backbone takes zeros instead of the tokenizer's
-    types. A request may choose one of the `adapters`, which are numbered from 1; without a choice
-    it gets the `default_adapter`, if that is not None. `dtype` is the
-    dtype of the stored parameters; computation may use another one. `written_by` is the jaxembed
+    `template` is the prompt of a pair, `listwise` that of several documents, whose vectors a
+    reranker compares with the query's, and `chat` the template of a text. `interaction` says how a
+    multi-vector model tokenizes queries and documents. `filled` describes augmentation tokens that
+    are added to every text. `image` says how images are prepared; a model with `image` takes texts
+    only if its config has a vocabulary. If `token_types` is false, the backbone takes zeros instead
+    of the tokenizer's types. A request may choose one of the `adapters`, which are numbered from 1;
+    without a choice it gets the `default_adapter`, if that is not None. `dtype` is the dtype of the
+    stored parameters; computation may use another one. `written_by` is the jaxembed
     version that wrote the checkpoint, or None for early versions.
     """
 
@@ -380,6 +393,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     score_function: ScoreFunction = "softmax"
     template: PairTemplate | None = None
     listwise: Listwise | None = None
+    chat: Chat | None = None
     interaction: LateInteraction | None = None
     filled: Expansion | None = None
     image: ImageRules | None = None

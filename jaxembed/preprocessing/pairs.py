@@ -43,7 +43,8 @@ class Frame:
             return text
         if instruction is None:
             instruction = self.template.instruction
-        return fill(self.template.first, instruction=instruction, query=text)
+        empty = self.template.empty
+        return fill(self.template.first, instruction=instruction, query=text or empty)
 
     @property
     def around_second(self) -> tuple[str, str]:
@@ -57,7 +58,9 @@ class Frame:
     def second(self, text: str) -> str:
         """Return what to tokenize for the second text of a pair, such as a document: the template's
         part `second` with the text filled in, or the text itself if there is no template."""
-        return text if self.template is None else fill(self.template.second, document=text)
+        if self.template is None:
+            return text
+        return fill(self.template.second, document=text or self.template.empty)
 
     def join(self, first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Join the token ids of two texts, int32 `[length]`. Returns the ids of the pair and its

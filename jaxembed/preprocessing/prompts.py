@@ -5,6 +5,7 @@ use itself, such as "query". Several purposes may have the same role.
 """
 
 import re
+import unicodedata
 from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
@@ -74,12 +75,21 @@ def named_prompt(name: str, prompts: Mapping[str, str]) -> str:
     raise UnknownPrompt(name, sorted(prompts))
 
 
-def with_instruction(instruction: str, prompts: Mapping[str, str]) -> tuple[str, bool]:
+def with_instruction(
+    instruction: str, prompts: Mapping[str, str], *, in_chat: bool = False
+) -> tuple[str, bool]:
     """Return the prompt that gives an instruction in words, and whether it is only for queries.
 
-    If a prompt of the checkpoint contains an instruction in one of INSTRUCTED's forms, it replaces
-    that one; the prompt of queries is looked at first. Otherwise it is the prompt itself.
+    With `in_chat` the prompt is the system message of a chat template, which is the instruction
+    without white space around it, and with a full stop if it ends without punctuation, as in
+    Qwen3-VL-Embedding's code. If a prompt of the checkpoint contains an instruction in one of
+    INSTRUCTED's forms, it replaces that one; the prompt of queries is looked at first. Otherwise it
+    is the prompt itself.
     """
+    if in_chat:
+        message = instruction.strip()
+        ends = unicodedata.category(message[-1:] or ".").startswith("P")
+        return message if ends else f"{message}.", False
     names = sorted(prompts, key=lambda name: role_of(name) != "query")
     for prompt in (prompts[name] for name in names):
         for form in INSTRUCTED:

@@ -191,18 +191,26 @@ class TextProcessor:
     def prompt(self, prompt: str | None, prompt_name: str | None) -> str:
         """Return the text to put before each input: `prompt` if it is given, else the prompt with
         the name `prompt_name`, else the default prompt. Raises UnknownPrompt if the checkpoint has
-        no prompt with the name."""
-        if prompt is not None:
-            return prompt
-        if prompt_name is None:
-            return self._default_prompt
-        return named_prompt(prompt_name, self._spec.prompts)
+        no prompt with the name. In a model with a chat template, this is the text before each
+        input, and an empty prompt becomes the default one."""
+        if prompt is None and prompt_name is not None:
+            prompt = named_prompt(prompt_name, self._spec.prompts)
+        chat = self._spec.chat
+        if prompt is None or (chat is not None and not prompt):
+            prompt = self._default_prompt
+        return prompt if chat is None else chat.before.replace("{prompt}", prompt)
 
     def check_prompt(self, prompt: str, max_tokens: int | None, field: str) -> bool:
         """Return whether a prompt that a request sends in words contains the name of a special
         token. Raises InvalidInput, which names the request field, for one over `max_tokens` or half
         of the limit of an input, which must leave room for the text."""
         has_names = any(name in prompt for name in self._special_names)
+        if has_names and self._spec.chat is not None:
+            raise InvalidInput(
+                f"`{field}` contains the name of a special token, which would end the system "
+                "message of this model; leave the name out",
+                field=field,
+            )
         tokenizer = self._tokenizer.of_plain_text if has_names else self._tokenizer
         if max_tokens is not None:
             max_tokens = min(max_tokens, self.limit // 2)
@@ -235,7 +243,8 @@ class TextProcessor:
             return _tokenized(self._encode_marked(inputs, tokenization, self._spec.interaction))
         texts = [item for item in inputs if isinstance(item, Text)]
         max_characters = self._max_characters
-        prompted = [tokenization.prompt + text.text for text in texts]
+        empty = self._spec.chat.empty if self._spec.chat else ""
+        prompted = [tokenization.prompt + (text.text or empty) for text in texts]
         is_cut = max(map(len, prompted), default=0) > max_characters
         if is_cut:
             is_right = tokenization.side == "right"

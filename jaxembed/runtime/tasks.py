@@ -263,7 +263,9 @@ class Tasks:
                     "`instruction` and `prompt` both say what to put before the texts; send one",
                     field=field,
                 )
-            prompt, is_for_queries = with_instruction(options.instruction, self._spec.prompts)
+            prompt, is_for_queries = with_instruction(
+                options.instruction, self._spec.prompts, in_chat=self._spec.chat is not None
+            )
             roles = {options.role, *(role_of(purpose) for _, purpose in requested.purposes)}
             if is_for_queries and "document" in roles:
                 raise InvalidInput(

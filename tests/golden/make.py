@@ -45,7 +45,7 @@ from sentence_transformers.sentence_transformer import modules
 
 sys.path.append(str(Path(__file__).parents[1]))  # as for pytest: run as a script, this is "golden"
 
-from golden import baai, colbert, listwise, m3, own_code, splade
+from golden import baai, colbert, listwise, m3, own_code, qwen3_vl, splade
 from golden.families import FAMILIES, SEED, WORDS, Family, class_of, randomise, save_tower
 
 HERE = Path(__file__).parent
@@ -137,6 +137,7 @@ M3_OUTPUTS = ("dense", "sparse", "multi_vector")
 OF_SPARSE = ({}, {"prompt_name": "query"}, {"max_active_dims": 7})
 OF_TASKS = ({}, {"adapter": "text-matching", "prompt_name": "query"})
 OF_PROMPTS = ({}, {"prompt_name": "query"})
+OF_INSTRUCTIONS = ({}, {"instruction": " Find the cat"}, {"instruction": "Is it a mat?"})
 OF_ROLES = ({"role": "query"}, {"role": "document"})
 STANFORD = colbert.Saved("stanford", markers=colbert.STANFORD_MARKERS)
 DISTILBERT = {"family": "distilbert", "config": {"tie_word_embeddings": False}}
@@ -358,6 +359,8 @@ CASES: dict[str, Case | Static | Outputs | Judge | Ranker] = {
     ),
     "qwen3_voyage": Outputs(own_code.save_voyage, ("dense",), OF_PROMPTS),
     "qwen3_pplx": Outputs(own_code.save_pplx, ("dense",)),
+    "qwen3_vl_embedder": Outputs(qwen3_vl.save_embedder, ("dense",), OF_INSTRUCTIONS),
+    "qwen3_vl_reranker": Judge(qwen3_vl.save_reranker),
     "gemma_reranker": Judge(baai.save_gemma),
     "minicpm_layerwise": Judge(baai.save_minicpm),
     "gemma2_lightweight": Judge(baai.save_lightweight),
