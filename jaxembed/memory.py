@@ -182,11 +182,11 @@ class Trimmer:
             self._baseline = min(now, self._baseline)
 
 
-def resident_bytes(statm: Path = STATM) -> int | None:
+def resident_bytes(statm: Path | None = None) -> int | None:
     """Return the resident memory of a process in bytes; None if the system does not say. `statm` is
-    the process's file in /proc."""
+    its file in /proc (default: that of this process)."""
     with suppress(OSError, ValueError, IndexError):
-        return int(statm.read_text().split()[1]) * mmap.PAGESIZE
+        return int((statm or STATM).read_text().split()[1]) * mmap.PAGESIZE
     return None
 
 

@@ -876,8 +876,8 @@ class Tasks:
             raise InvalidInput(
                 "this model does not take an `instruction`; leave it out", field="instruction"
             )
-        if options.instruction:
-            limit = self._text.max_instruction_tokens
+        limit = self._text.max_instruction_tokens
+        if options.instruction and limit is not None:
             self._processor.check_prompt(options.instruction, limit, "instruction")
         _check_windows(options)
         return TokenizationOptions(
