@@ -2,13 +2,22 @@
 
 import logging
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from converters import heads
-from converters.family import ADAPTERS, CONVERTERS, Family, family_of, family_of_type
+from converters.family import (
+    ADAPTERS,
+    CONVERTERS,
+    Family,
+    Images,
+    TensorRules,
+    family_of,
+    family_of_type,
+)
 from converters.features import late_interaction, scores, static, terms
 from converters.features.adapters import with_adapters
 from converters.features.chat import with_chat
@@ -23,6 +32,7 @@ from converters.outline import Options, Outline, Reader, check_comparable, spec_
 from converters.quantized import scheme_of
 from converters.tokenizers import tokenizer
 from converters.tokenizers.framed import FramedTokenizer
+from converters.vision.dual import refuse_options
 from jaxembed.checkpoints import checkpoint
 from jaxembed.checkpoints.source import adapter_folders
 from jaxembed.errors import CheckpointError, UnsupportedModel
@@ -125,14 +135,12 @@ def _tower_outline(source: Path, options: Options, route: str) -> Outline:
                 "layer; leave the flag out"
             )
         hf = hf | {"cutoff_layer": options.cutoff_layer}
-    config = family.config(hf)
-    try:  # a null in config.json may have become a field of a wrong type
-        typed = msgspec.convert(config, tower_class(family.architecture).Config)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(
-            f"{folder / 'config.json'} does not fit the {family.architecture} backbone: {error}"
-        ) from error
-    config = {name: getattr(typed, name) for name in config}
+    config, images, architecture = family.config(hf), None, family.architecture
+    if family.images is not None and use == EMBEDDER:
+        refuse_options(source, options)
+        images, architecture = import_module(family.images[0]).images(hf, folder), "pages"
+        config |= images.config
+    config = _checked(folder, config, architecture)
     tokenization = None
     if is_multi_vector:
         options.refuse_dense_path(source, "compares texts token by token")
@@ -145,7 +153,8 @@ def _tower_outline(source: Path, options: Options, route: str) -> Outline:
         layout,
         config,
         hf,
-        architecture=family.architecture,
+        architecture=architecture,
+        image=images and images.image,
         token_types=tokenizer.gives_types(backbone, hf),
         max_input_tokens=1,  # replaced below by `limit`
     )
@@ -163,11 +172,7 @@ def _tower_outline(source: Path, options: Options, route: str) -> Outline:
         spec, text = with_chat(spec, framed, backbone, *family.chat)
     if tokenization is not None:
         spec = late_interaction.with_interaction(spec, tokenization, text, backbone)
-    tensors = replace(
-        family,
-        rules=(*family.rules, *family.config_rules(hf), *layout.rules),
-        ignored=(*family.ignored, *(family.unused(hf) if family.unused else ())),
-    )
+    tensors = _tensors(family, hf, layout, images)
     built_in, tasks = family.built_in(hf), _task_folders(folder, family, hf)
     if tasks:
         spec = msgspec.structs.replace(spec, default_adapter=next(iter(tasks)))
@@ -176,6 +181,32 @@ def _tower_outline(source: Path, options: Options, route: str) -> Outline:
     model = Outline(source, tensors, layout, spec, text, built_in)
     adapters = {**tasks, **options.adapters}
     return with_adapters(model, adapters) if adapters or built_in else model
+
+
+def _checked(folder: Path, config: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """Return the config of a backbone with the types of its fields. Raises CheckpointError for a
+    field of a wrong type, such as a null in the config.json of `folder`."""
+    try:
+        typed = msgspec.convert(config, tower_class(architecture).Config)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(
+            f"{folder / 'config.json'} does not fit the {architecture} backbone: {error}"
+        ) from error
+    return {name: getattr(typed, name) for name in config}
+
+
+def _tensors(
+    family: Family, hf: dict[str, Any], layout: Layout, images: Images | None
+) -> TensorRules:
+    """Return the rules for all tensors of a model, whose image encoder is ignored if it takes no
+    `images`."""
+    rules = (*family.rules, *family.config_rules(hf), *layout.rules)
+    ignored = (*family.ignored, *(family.unused(hf) if family.unused else ()))
+    if images is not None:
+        rules = (*rules, *images.rules)
+    elif family.images is not None:
+        ignored = (*ignored, family.images[1])
+    return replace(family, rules=rules, ignored=ignored)
 
 
 def _task_folders(folder: Path, family: Family, hf: dict[str, Any]) -> dict[str, Path]:

@@ -10,7 +10,7 @@ from typing import Any
 from converters import weights
 from converters.heads import Projection
 from converters.weights import Rule, Tensor
-from jaxembed.data.spec import Listwise, Module, PairTemplate, Pooled, Vocabulary
+from jaxembed.data.spec import ImageRules, Listwise, Module, PairTemplate, Pooled, Vocabulary
 
 ADAPTERS = "adapters"  # the folder of the adapters that belong to a model, one for each task
 
@@ -45,6 +45,16 @@ class BuiltIn:
     rank: int
     scale: float
     prompts: Mapping[str, str]  # the prompt of each adapter, by its name
+
+
+@dataclass(frozen=True)
+class Images:
+    """How a family's embedders take images beside texts: with the backbone "pages"."""
+
+    config: Fields  # fields of its config, besides those of a backbone of texts
+    rules: tuple[Rule, ...]  # for the parameters of the image encoder
+    # with the tokens directly around an image; the chat template adds others
+    image: ImageRules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +108,9 @@ class Family(TensorRules):
     # for embedders that put texts into their chat template: the system message of a text without a
     # prompt, and the text that stands for an empty one
     chat: tuple[str, str] | None = None
+    # for embedders of images beside texts: a module with the function `images`, hf and the model's
+    # folder -> Images; and a pattern of the image encoder's tensors, which other uses ignore
+    images: tuple[str, str] | None = None
 
 
 CONVERTERS: dict[str, str] = {

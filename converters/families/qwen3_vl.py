@@ -39,7 +39,7 @@ FAMILY = decoder_family(
     classes=("Qwen3VLModel",),
     generators=("Qwen3VLForConditionalGeneration",),
     prefixes=("model.", "language_model.", "model."),
-    ignored=("lm_head.weight", "visual.*"),
+    images=("converters.vision.qwen3_vl", "visual.*"),
     completed=flattened,
     config=config,
     # From the authors' qwen3_vl_embedding.py.

@@ -166,6 +166,21 @@ def _scaling(
     }
 
 
+def mrope_sections(
+    parameters: dict[str, Any], otherwise: tuple[int, int, int], head_width: int
+) -> list[int]:
+    """Return mrope_section: the numbers of pairs of dimensions that rotate with a token's time, row
+    and column; `otherwise` if `parameters` has none. Raises CheckpointError unless these are all
+    pairs of a head that is `head_width` wide."""
+    sections = parameters.get("mrope_section") or list(otherwise)
+    if len(sections) != 3 or 2 * sum(sections) != head_width:
+        raise CheckpointError(
+            f"mrope_section is {sections}, wanted three numbers whose sum is {head_width // 2}, "
+            "the pairs of a head's dimensions"
+        )
+    return sections
+
+
 def _factors(rope: dict[str, Any], key: str, count: int) -> list[float]:
     """Return the list at `key`. Raises CheckpointError unless it has `count` numbers over 0."""
     values = rope.get(key)

@@ -3,8 +3,8 @@
 The language model and the texts around pages come first, then the image encoder.
 """
 
-import math
 from collections.abc import Mapping
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from converters.families import qwen3
 from converters.families.decoders import decoder_config, head_width_of, is_causal
 from converters.families.qwen3 import qwen_windows
-from converters.families.rope import read_parameters, rope_parameters
+from converters.families.rope import mrope_sections, read_parameters, rope_parameters
 from converters.family import TensorRules
 from converters.fields import (
     CONFIG_FIELDS,
@@ -40,11 +40,11 @@ from converters.weights import (
     concatenate_transposed,
     transpose,
 )
-from jaxembed.data.spec import ImageRules
 from jaxembed.errors import CheckpointError, UnsupportedModel
-from jaxembed.preprocessing.images.prepare import MAX_ASPECT
+from jaxembed.preprocessing.images.prepare import max_tokens
 
-QWEN2_VL, QWEN2_5_VL = "qwen2_vl", "qwen2_5_vl"  # the model_type of the language model's config
+# The model_type of the language model's config; Qwen3-VL is not one of ColQwen2's.
+QWEN2_VL, QWEN2_5_VL, QWEN3_VL = "qwen2_vl", "qwen2_5_vl", "qwen3_vl"
 
 # transformers' defaults for missing fields of vision_config.
 VISION_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -63,6 +63,16 @@ VISION_DEFAULTS: dict[str, dict[str, Any]] = {
         "intermediate_size": 3420,
         "window_size": 112,
         "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+    QWEN3_VL: {
+        "depth": 27,
+        "hidden_size": 1152,
+        "out_hidden_size": 3584,
+        "hidden_act": "gelu_pytorch_tanh",
+        "intermediate_size": 4304,
+        "patch_size": 16,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [8, 16, 24],
     },
 }
 SHARED_DEFAULTS = {
@@ -101,7 +111,7 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
     vlm = hf.get("vlm_config") or {}
     check_fields(f"{source / 'config.json'}, vlm_config", vlm, CONFIG_FIELDS)
     kind = vlm.get("model_type", QWEN2_VL)
-    refuse_unknown("vlm_config of model_type", kind, VISION_DEFAULTS)
+    refuse_unknown("vlm_config of model_type", kind, (QWEN2_VL, QWEN2_5_VL))
     lm = _text_config(_part(source, vlm, "text_config", kind))
     vision = SHARED_DEFAULTS | VISION_DEFAULTS[kind] | _part(source, vlm, "vision_config", kind)
     image = vision_config(vision, kind)
@@ -165,18 +175,6 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
     )
 
 
-def max_tokens(rules: ImageRules) -> int:
-    """Return the maximum number of tokens of a page, with the text around the image. Narrow images
-    can exceed the maximum area, because their shorter side has at least one token."""
-    assert rules.area is not None
-    min_tokens, max_tokens = (pixels / rules.token_side**2 for pixels in rules.area)
-    stretch = math.sqrt(MAX_ASPECT)
-    # tokens of the narrowest image, enlarged to the minimum area with its sides rounded up
-    enlarged = (math.sqrt(min_tokens) / stretch + 1) * (math.sqrt(min_tokens) * stretch + 1)
-    in_image = max(max_tokens, math.sqrt(max_tokens) * stretch, enlarged)
-    return len(rules.before) + math.floor(in_image) + len(rules.after)
-
-
 def _part(source: Path, vlm: Mapping[str, Any], key: str, kind: str) -> dict[str, Any]:
     """Return the checked config of the part `key`, which is text_config or vision_config. Old files
     have the fields of text_config in `vlm` itself. `kind` is the model_type of `vlm`."""
@@ -192,7 +190,6 @@ def _text_config(stated: dict[str, Any]) -> dict[str, Any]:
     parameters = dict(rope_parameters(hf))
     if parameters.get("rope_type", parameters.get("type")) == "mrope":
         parameters["rope_type"] = "default"
-    sections = parameters.get("mrope_section") or list(ROPE_SECTIONS)
     width, theta = head_width_of(hf), hf.get("rope_theta", LM_THETA)
     rope = read_parameters(hf, width, parameters, theta, ignored=("mrope_section",))
     if rope["rope_scaling"] is not None:
@@ -200,11 +197,7 @@ def _text_config(stated: dict[str, Any]) -> dict[str, Any]:
             f"rope_type {rope['rope_scaling']['kind']!r} with mrope_section is not supported; "
             "known: default"
         )
-    if len(sections) != 3 or 2 * sum(sections) != width:
-        raise CheckpointError(
-            f"mrope_section is {sections}, wanted three numbers whose sum is {width // 2}, the "
-            "pairs of a head's dimensions"
-        )
+    sections = mrope_sections(parameters, ROPE_SECTIONS, width)
     causal = is_causal(hf, otherwise=True)
     return (
         decoder_config(hf, width, causal=causal, rope=rope, norm_eps=LM_NORM_EPS)
@@ -243,6 +236,14 @@ def vision_config(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
             "intermediate_size": int(dim * fields["mlp_ratio"]),
             "out_size": fields["hidden_size"],
         }
+    if kind == QWEN3_VL:
+        return config | {
+            "intermediate_size": fields["intermediate_size"],
+            "out_size": fields["out_hidden_size"],
+            "patch_bias": True,
+            "table_size": fields["num_position_embeddings"],
+            "deepstack": deepstack_layers(fields),
+        }
     window_side = fields["window_size"] // fields["spatial_merge_size"] // fields["patch_size"]
     if not window_side:
         raise CheckpointError(f"window_size {fields['window_size']} is less than a token's side")
@@ -255,10 +256,27 @@ def vision_config(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
     }
 
 
+def deepstack_layers(fields: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of the layers whose output goes to the decoder's first layers. Raises
+    CheckpointError unless they are numbers of layers in ascending order, and for a table of
+    positions that is not square."""
+    layers, size = list(fields["deepstack_visual_indexes"]), fields["num_position_embeddings"]
+    if layers != sorted({*layers} & {*range(fields["depth"])}):
+        raise CheckpointError(
+            f"deepstack_visual_indexes is {layers}, wanted ascending numbers from 0 to "
+            f"{fields['depth'] - 1}"
+        )
+    if isqrt(size) ** 2 != size:
+        raise CheckpointError(f"num_position_embeddings is {size}, wanted a square number")
+    return layers
+
+
 def vision_rules(source: str, target: str) -> list[Rule]:
     """Return the image encoder's rules. `source` is the prefix of tensors, and `target` the prefix
-    of parameters. Qwen2-VL has fc1 and fc2, Qwen2.5-VL gate_proj, up_proj and down_proj."""
+    of parameters. Qwen2-VL has fc1 and fc2, Qwen2.5-VL gate_proj, up_proj and down_proj, and
+    Qwen3-VL linear_fc1 and linear_fc2."""
     block, layer = f"{source}.blocks.{{i}}", f"{target}.layers.{{i}}"
+    deepstack, merger = f"{source}.deepstack_merger_list.{{i}}", f"{target}.mergers.{{i}}"
     gated = [f"{block}.mlp.{name}_proj" for name in ("gate", "up")]
     linears = {
         f"{block}.attn.qkv": f"{layer}.qkv",
@@ -266,16 +284,26 @@ def vision_rules(source: str, target: str) -> list[Rule]:
         f"{block}.mlp.fc1": f"{layer}.mlp.up",
         f"{block}.mlp.fc2": f"{layer}.mlp.down",
         f"{block}.mlp.down_proj": f"{layer}.mlp.down",
+        f"{block}.mlp.linear_fc1": f"{layer}.mlp.up",
+        f"{block}.mlp.linear_fc2": f"{layer}.mlp.down",
         f"{source}.merger.mlp.0": f"{target}.up",
         f"{source}.merger.mlp.2": f"{target}.down",
+        f"{source}.merger.linear_fc1": f"{target}.up",
+        f"{source}.merger.linear_fc2": f"{target}.down",
+        f"{deepstack}.linear_fc1": f"{merger}.up",
+        f"{deepstack}.linear_fc2": f"{merger}.down",
     }
     norms = {
         f"{block}.norm1": f"{layer}.attention_norm",
         f"{block}.norm2": f"{layer}.mlp_norm",
         f"{source}.merger.ln_q": f"{target}.norm",
+        f"{source}.merger.norm": f"{target}.norm",
+        f"{deepstack}.norm": f"{merger}.norm",
     }
     return [
         Rule(f"{source}.patch_embed.proj.weight", f"{target}.patch.kernel", image_patch_kernel),
+        Rule(f"{source}.patch_embed.proj.bias", f"{target}.patch.bias"),
+        Rule(f"{source}.pos_embed.weight", f"{target}.position.table.embedding"),
         *(Rule(f"{old}.weight", f"{new}.kernel", transpose) for old, new in linears.items()),
         *(Rule(f"{old}.weight", f"{new}.scale") for old, new in norms.items()),
         *(Rule(f"{old}.bias", f"{new}.bias") for old, new in (linears | norms).items()),

@@ -1,8 +1,10 @@
 """The backbone of models that read pages: a decoder whose input mixes words and image patches.
 
 Faysse et al. 2024, arXiv:2407.01449 (ColPali). For a patch, the hidden state that an image encoder
-computes takes the place of the word embedding. A row may hold texts and images. Names and the order
-of operations are those of transformers' PaliGemmaModel.
+computes takes the place of the word embedding; those of some of its inner layers may be added after
+the first layers of the decoder (Meng et al. 2024, arXiv:2406.04334). A row may hold texts and
+images. Names and the order of operations are those of transformers' PaliGemmaModel and
+Qwen3VLModel.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,13 +44,14 @@ class Pages(Qwen3):
         super().__init__(config)
         self.image = IMAGE_TOWERS[config.image_tower](config)
         self.image_token_id = config.image_token_id
+        self.later = len((config.image or {}).get("deepstack", ()))
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
         """Embed words and patches, and run the decoder on both."""
         words = self.embeddings(tokens)
         is_patch = tokens.ids == self.image_token_id
 
-        def with_images() -> Hidden:
+        def with_images() -> list[Hidden]:
             assert tokens.pixels is not None
             # In the input of the image encoder words become padding: segment 0 and pixels of 0.
             at_patch = is_patch[:, :, None]
@@ -57,10 +60,13 @@ class Pages(Qwen3):
                 segments=jnp.where(is_patch, tokens.segments, 0),
                 pixels=jnp.where(at_patch, tokens.pixels, 0.0),
             )
-            return jnp.where(at_patch, self.image(image_tokens), words)
+            otherwise = (words, *nothing)
+            pairs = zip(self.image(image_tokens), otherwise, strict=True)
+            return [jnp.where(at_patch, image, other) for image, other in pairs]
 
-        hidden = lax.cond(jnp.any(is_patch), with_images, lambda: words)
-        return self.run(hidden, tokens)
+        nothing = [jnp.zeros_like(words)] * self.later
+        hidden, *later = lax.cond(jnp.any(is_patch), with_images, lambda: [words, *nothing])
+        return self.run(hidden, tokens, later)
 
 
 class ProjectedClip(nnx.Module):
@@ -70,12 +76,14 @@ class ProjectedClip(nnx.Module):
         self.tower = Clip(sizes := ClipConfig(**(config.image or {})))
         self.projection = Linear(sizes.hidden_size, config.hidden_size)
 
-    def __call__(self, tokens: PackedTokens) -> Hidden:
-        return self.projection(self.tower(tokens))
+    def __call__(self, tokens: PackedTokens) -> list[Hidden]:
+        return [self.projection(self.tower(tokens))]
 
 
 IMAGE_TOWERS: dict[str, Callable[[PagesConfig], nnx.Module]] = {
     "clip": ProjectedClip,
     "qwen_vision": lambda config: QwenVision(QwenVisionConfig(**(config.image or {}))),
 }
-"""The image encoders by name. They map packed tokens to hidden states of the decoder's width."""
+"""The image encoders by name. They map packed tokens to hidden states of the decoder's width: those
+that take the place of word embeddings, then those that are added after the decoder's first
+layers."""

@@ -7,6 +7,7 @@ of these names.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import jax.numpy as jnp
@@ -55,6 +56,7 @@ class Qwen3Config:
     # The numbers of pairs of dimensions that are rotated by a token's time, row and column. Empty:
     # all pairs are rotated by the token's position.
     rope_sections: Sequence[int] = ()
+    rope_interleaved: bool = False  # whether the sections take turns; True in Qwen3-VL
 
 
 class Qwen3(nnx.Module):
@@ -79,11 +81,13 @@ class Qwen3(nnx.Module):
     def __call__(self, tokens: PackedTokens) -> Hidden:
         return self.run(self.embeddings(tokens), tokens)
 
-    def run(self, hidden: Hidden, tokens: PackedTokens) -> Hidden:
-        """Return the last hidden states. `hidden` are the embeddings of the tokens."""
+    def run(self, hidden: Hidden, tokens: PackedTokens, later: Sequence[Hidden] = ()) -> Hidden:
+        """Return the last hidden states. `hidden` are the embeddings of the tokens. The items of
+        `later` are added after the first layers, one after each."""
         global_rotations, local_rotations = self.positions(tokens)
-        for layer in self.layers:
+        for layer, added in zip_longest(self.layers, later[: len(self.layers)]):
             hidden = layer(hidden, tokens, local_rotations if layer.is_local else global_rotations)
+            hidden = hidden if added is None else hidden + added
         return self.norm(hidden)
 
 
@@ -100,7 +104,7 @@ class Qwen3Positions(nnx.Module):
         self.head_width = config.head_width
         self.theta = config.rope_theta
         self.scaling = read_scaling(config.rope_scaling)
-        self.sections = tuple(config.rope_sections)
+        self.sections, self.interleaved = tuple(config.rope_sections), config.rope_interleaved
         self.local_theta = config.local_theta
         self.query_scale = config.query_scale
         self.growth = config.query_growth
@@ -108,7 +112,14 @@ class Qwen3Positions(nnx.Module):
 
     def __call__(self, tokens: PackedTokens) -> tuple[Rotations, Rotations]:
         """Return the rotations of queries and keys in global layers, and those in local layers."""
-        key_rotation = Rotation.of(tokens, self.head_width, self.theta, self.scaling, self.sections)
+        key_rotation = Rotation.of(
+            tokens,
+            self.head_width,
+            self.theta,
+            self.scaling,
+            self.sections,
+            interleaved=self.interleaved,
+        )
         global_rotations = self._for_queries(key_rotation, tokens), key_rotation
         if self.local_theta is None:
             return global_rotations, global_rotations

@@ -1,18 +1,21 @@
-"""The image encoder of Qwen2-VL and Qwen2.5-VL: rotary positions, and patches merged to tokens.
+"""The image encoder of Qwen2-VL, 2.5-VL and 3-VL: rotary positions, and patches merged to tokens.
 
-Wang et al. 2024, arXiv:2409.12191; Bai et al. 2025, arXiv:2502.13923. Names and the order of
-operations are those of transformers' models of these names. A token's place is three numbers: added
-to its position they give its time, row and column, as the decoder counts them.
+Wang et al. 2024, arXiv:2409.12191; Bai et al. 2025, arXiv:2502.13923 and arXiv:2511.21631. Names
+and the order of operations are those of transformers' models of these names. A token's place begins
+with three numbers: added to its position they give its time, row and column, as the decoder counts
+them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isqrt
 
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from jaxembed.models.attention import by_xla, using
-from jaxembed.models.layers import LayerNorm, Linear, Mlp, RMSNorm, attend_hidden
+from jaxembed.models.layers import Embedding, LayerNorm, Linear, Mlp, RMSNorm, attend_hidden
 from jaxembed.models.parallel import share
 from jaxembed.models.rope import Rotation
 from jaxembed.models.tokens import Hidden, PackedTokens, Segments
@@ -35,28 +38,55 @@ class QwenVisionConfig:
     rms_norm: bool = False  # whether norms are RMS norms and MLPs gated; True in Qwen2.5-VL
     window: int | None = None  # tokens on a side of an attention window; None: the whole image
     global_layers: Sequence[int] = ()  # numbers of the layers without a window, from 0
+    patch_bias: bool = False  # True in Qwen3-VL, as are the next two
+    table_size: int = 0  # entries of a square table of position embeddings; 0: there is none
+    deepstack: Sequence[int] = ()  # numbers of the layers whose output is also merged to tokens
 
 
-class QwenVision(nnx.Module):
-    """The image encoder: maps the tokens of images to float32 `[rows, length, out_size]`.
+class PatchMerger(nnx.Module):
+    """Joins the patches of each token after a norm, and maps them to `out_size` numbers."""
 
-    The language model takes the result in the place of word embeddings. `tokens.pixels` must be
-    normalized, float32 `[rows, length, values]`. `tokens.segments` must be 0 for tokens of texts,
-    which get an arbitrary result. `tokens.places` are the three numbers of `mrope_positions`.
+    def __init__(self, config: QwenVisionConfig, *, joins_first: bool = False):
+        """With `joins_first` the patches are joined before the norm."""
+        size = config.hidden_size * config.merge**2
+        self.norm = LayerNorm(size, eps=config.norm_eps) if joins_first else _norm(config)
+        self.up, self.down = Linear(size, size), Linear(size, config.out_size)
+        self.merge, self.joins_first = config.merge, joins_first
+
+    def merged(self, hidden: Float[Array, "rows patches width"]) -> Hidden:
+        """Return float32 `[rows, length, out_size]` for the hidden states of patches."""
+        joined = len(hidden), hidden.shape[1] // self.merge**2, -1
+        hidden = (
+            self.norm(hidden.reshape(joined))
+            if self.joins_first
+            else self.norm(hidden).reshape(joined)
+        )
+        return self.down(self.up.apply_rounded(hidden, "gelu"))
+
+
+class QwenVision(PatchMerger):
+    """The image encoder: maps the tokens of images to a list of float32 `[rows, length, out_size]`.
+
+    The language model takes the first in the place of word embeddings, and adds the others, one for
+    each layer of `deepstack`, after its first layers. `tokens.pixels` must be normalized, float32
+    `[rows, length, values]`. `tokens.segments` must be 0 for tokens of texts, which get an
+    arbitrary result. `tokens.places` are the three numbers of `mrope_positions`, and with a table
+    of positions the numbers of rows and columns of tokens in the image.
     """
 
     Config = QwenVisionConfig
 
     def __init__(self, config: QwenVisionConfig):
-        self.patch = Linear(config.patch_bytes, config.hidden_size, bias=False)
+        super().__init__(config)
+        self.patch = Linear(config.patch_bytes, config.hidden_size, bias=config.patch_bias)
+        self.position = GridPositions(config) if config.table_size else None
         self.layers = nnx.List([VisionLayer(config, n) for n in range(config.num_layers)])
-        self.norm = _norm(config)
-        merged_size = config.hidden_size * config.merge**2
-        self.up, self.down = Linear(merged_size, merged_size), Linear(merged_size, config.out_size)
-        self.merge, self.window, self.theta = config.merge, config.window, config.rope_theta
+        self.mergers = nnx.List([PatchMerger(config, joins_first=True) for _ in config.deepstack])
+        self.deepstack = tuple(config.deepstack)
+        self.window, self.theta = config.window, config.rope_theta
         self.head_width = config.hidden_size // config.num_heads
 
-    def __call__(self, tokens: PackedTokens) -> Hidden:
+    def __call__(self, tokens: PackedTokens) -> list[Hidden]:
         """Compute the layers on patches, then merge the patches of each token."""
         assert tokens.pixels is not None
         rows, length, _ = tokens.pixels.shape
@@ -78,10 +108,52 @@ class QwenVision(nnx.Module):
         )
         rotation = Rotation.of_grid(patch_rows, patch_columns, self.head_width, self.theta)
         hidden = self.patch(patches)
-        for layer in self.layers:
+        if self.position is not None:
+            assert tokens.places is not None
+            sides = self.merge * jnp.repeat(tokens.places[:, :, 3:], patches_per_token, axis=1)
+            hidden = hidden + self.position(patch_rows, patch_columns, sides)
+        later: list[Hidden] = []
+        for number, layer in enumerate(self.layers):
             hidden = layer(hidden, images, windows, rotation)
-        merged = self.norm(hidden).reshape(rows, length, -1)
-        return self.down(self.up.apply_rounded(merged, "gelu"))
+            if number in self.deepstack:
+                later.append(self.mergers[len(later)].merged(hidden))
+        return [self.merged(hidden), *later]
+
+
+class GridPositions(nnx.Module):
+    """A square table of position embeddings, resized to the grid of each image's patches.
+
+    The resizing is bilinear, and the corners of the grid are those of the table.
+    """
+
+    def __init__(self, config: QwenVisionConfig):
+        self.table = Embedding(config.table_size, config.hidden_size)
+        self.side = isqrt(config.table_size)
+
+    def __call__(self, row: Segments, column: Segments, sides: Int[Array, "..."]) -> Hidden:
+        """Return the position embeddings of patches, with the row and the column of each, and in
+        `sides`, int `[rows, length, 2]`, the numbers of rows and columns of patches in its image.
+        """
+        near_rows, near_columns = (
+            self._neighbours(place, sides[:, :, axis]) for axis, place in enumerate((row, column))
+        )
+        terms = [
+            (by_row * by_column)[:, :, None] * self.table(at_row * self.side + at_column)
+            for at_row, by_row in near_rows
+            for at_column, by_column in near_columns
+        ]
+        return sum(terms[1:], terms[0])
+
+    def _neighbours(
+        self, place: Segments, size: Segments
+    ) -> list[tuple[Segments, Float[Array, "rows length"]]]:
+        """Return the entries before and after a `place` of `size` along a side of the table, with
+        their weights. Distances are integers, so that they are not rounded."""
+        last = jnp.maximum(size - 1, 1)
+        scaled = place * (self.side - 1)
+        before = scaled // last
+        share = (scaled - before * last).astype(jnp.float32) / last.astype(jnp.float32)
+        return [(before, 1 - share), (jnp.minimum(before + 1, self.side - 1), share)]
 
 
 class VisionLayer(nnx.Module):

@@ -106,20 +106,22 @@ class Rotation:
         theta: float,
         scaling: RopeScaling | None = None,
         sections: Sequence[int] = (),
+        *,
+        interleaved: bool = False,
     ) -> "Rotation":
         """Return the rotation by position / theta^(2k / width) for the k-th pair of dimensions.
 
         `width` is the number of dimensions of a head. `sections` is empty or holds three numbers:
         the first sections[0] pairs use a token's time instead of its position, the next sections[1]
         pairs its row, and the last sections[2] pairs its column. Time, row and column are the
-        position plus the token's three numbers in `tokens.places`. Wang et al. 2024,
-        arXiv:2409.12191.
+        position plus the token's first three numbers in `tokens.places`. Wang et al. 2024,
+        arXiv:2409.12191. If the sections are `interleaved`, time, row and column take turns, as in
+        Qwen3-VL, until row and column have as many pairs as their sections say; time has the rest.
         """
         positions = tokens.positions[:, :, None]
         if sections:
             assert tokens.places is not None
-            axis_of_pair = np.repeat(np.arange(len(sections)), sections)
-            positions = (positions + tokens.places)[:, :, axis_of_pair]
+            positions = (positions + tokens.places)[:, :, _axes(sections, interleaved)]
         angles = positions.astype(jnp.float32) * _frequencies(tokens, width, theta, scaling)
         cos, sin = jnp.cos(angles), jnp.sin(angles)
         magnitude = scaling.magnitude if isinstance(scaling, YarnRope | LongRope) else 1.0
@@ -146,6 +148,15 @@ class Rotation:
         cos, sin = self.cos[:, :, None], self.sin[:, :, None]
         first, second = jnp.split(x, 2, axis=-1)
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _axes(sections: Sequence[int], interleaved: bool) -> np.ndarray:
+    """Return for each pair of dimensions 0, 1 or 2, if a token's time, row or column rotates it."""
+    axes = np.repeat(np.arange(len(sections)), sections)
+    if interleaved:
+        pair = np.arange(len(axes))
+        axes = np.where(pair // 3 < np.array(sections)[pair % 3], pair % 3, 0)
+    return axes
 
 
 def segment_lengths(tokens: PackedTokens) -> Segments:

@@ -106,6 +106,8 @@ class Tasks:
         self._routes = routes.of_texts
         self._takes_images = routes.image is not None
         self._spec = self._routes.main
+        # its documents are images, compared token by token with texts as queries
+        self._reads_pages = self._spec.image is not None and self._spec.primary == "multi_vector"
         self._offered, self._widths = self._spec.representations, self._spec.widths
         self._processor = processor
         self._text = text
@@ -160,7 +162,7 @@ class Tasks:
         _check_texts(inputs)
         images_at = [k for k, item in enumerate(inputs) if isinstance(item, Image)]
         texts_at = [k for k, item in enumerate(inputs) if not isinstance(item, Image)]
-        if texts_at and intent.tokenization.role == "document" and self._spec.image is not None:
+        if texts_at and intent.tokenization.role == "document" and self._reads_pages:
             raise InvalidInput(
                 f"{self._name} takes images as documents, and texts only as queries; send images"
             )
@@ -704,7 +706,7 @@ class Tasks:
         query_request = self.embed(list(map(Text, queries)), self.for_role("query", common))
         document_options = self.for_role("document", common)
         inputs = [item if isinstance(item, Image) else Text(item) for item in documents]
-        if self._spec.image is not None or Image in map(type, inputs):
+        if self._reads_pages or Image in map(type, inputs):
             if options.max_chunks != 1:
                 raise InvalidInput(
                     "`max_chunks_per_doc` is for texts, and the documents are images; leave it out",

@@ -17,6 +17,8 @@ A golden is one .npz of
                        that scores
     dense/N, sparse/N  [texts, dim or terms]: those outputs of call N, of a model of such outputs
     multi_vector/N     [vectors of all texts, width]: that output, of texts of `counts/N` vectors
+    images/N           uint8 [height, width, 3]: an image, of an embedder that takes images too
+    image_vectors      [images, dim]: their vectors
     entities/N         JSON: what transformers' pipeline finds in the texts of call N, of a model
                        that scores tokens; scores/N are the scores of all that it finds
 """
@@ -90,18 +92,19 @@ class Static:
     folded: bool = False
 
 
-Answer = Callable[[str, dict[str, Any]], dict[str, np.ndarray]]
+Answer = Callable[[Any, dict[str, Any]], dict[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
 class Outputs:
     """A model of other outputs than one dense vector. `save` writes it into a folder, and returns
     what torch gives for a text and the options of a call, of which there is one for each of
-    `options`."""
+    `options`. If it takes images of these `sides` too, it returns its dense vector of an image."""
 
     save: Callable[[Path], Answer]
     names: tuple[str, ...]
     options: tuple[dict[str, Any], ...] = ({},)
+    sides: tuple[tuple[int, int], ...] = ()
 
 
 def save_sparse(folder: Path, family: str, config: dict[str, Any], **pooling: Any) -> Answer:
@@ -359,7 +362,9 @@ CASES: dict[str, Case | Static | Outputs | Judge | Ranker] = {
     ),
     "qwen3_voyage": Outputs(own_code.save_voyage, ("dense",), OF_PROMPTS),
     "qwen3_pplx": Outputs(own_code.save_pplx, ("dense",)),
-    "qwen3_vl_embedder": Outputs(qwen3_vl.save_embedder, ("dense",), OF_INSTRUCTIONS),
+    "qwen3_vl_embedder": Outputs(
+        qwen3_vl.save_embedder, ("dense",), OF_INSTRUCTIONS, ((16, 24), (24, 9), (5, 31))
+    ),
     "qwen3_vl_reranker": Judge(qwen3_vl.save_reranker),
     "gemma_reranker": Judge(baai.save_gemma),
     "minicpm_layerwise": Judge(baai.save_minicpm),
@@ -653,6 +658,11 @@ def make_outputs(case: Outputs) -> dict[str, np.ndarray]:
                 golden[f"{name}/{n}"] = np.concatenate(parts)
                 if name == "multi_vector":
                     golden[f"counts/{n}"] = np.array([len(part) for part in parts])
+        draw = np.random.default_rng(SEED)
+        images = [draw.integers(0, 256, (*sides, 3), dtype=np.uint8) for sides in case.sides]
+        if images:
+            golden |= {f"images/{n}": colours for n, colours in enumerate(images)}
+            golden["image_vectors"] = np.stack([answer(one, {})["dense"] for one in images])
         golden |= _source(folder)
     return golden
 

@@ -10,10 +10,12 @@ import numpy as np
 import torch
 import transformers
 from golden.families import qwen_bytes, randomise, sized
+from PIL import Image
 from sources import NORMALIZE, POOLING, TRANSFORMER, write_json, write_modules
 from torch.nn.functional import normalize
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-Answer = Callable[[str, dict[str, Any]], dict[str, np.ndarray]]
+Answer = Callable[[Any, dict[str, Any]], dict[str, np.ndarray]]
 LOGIT_SCORE = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
 
 CHAT = (
@@ -22,7 +24,8 @@ CHAT = (
     "{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"
 )
 TAIL = "<|im_end|>\n<|im_start|>assistant\n"
-PROMPTS = {"default": "Represent the user's input.", "query": "Where is the dog"}
+DEFAULT = "default"
+PROMPTS = {DEFAULT: "Represent the user's input.", "query": "Where is the dog"}
 EMPTY = "NULL"
 JUDGE = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct "
@@ -30,7 +33,7 @@ JUDGE = (
 )
 TASK = "Given a search query, retrieve relevant candidates that answer the query."
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
-LIMIT = 72  # tokens of a text
+LIMIT = 112  # tokens of a text; an image has up to 102
 PAIR_LIMIT = 330
 
 TEXT = sized(20, 3, 4, 24, 1024, num_key_value_heads=2, head_dim=12)
@@ -38,8 +41,21 @@ TEXT |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_s
 VISION = {"depth": 3, "hidden_size": 8, "num_heads": 2, "intermediate_size": 20}
 VISION |= {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]}
 
+IMAGES: dict[str, Any] = {  # one token to twelve, of 8 by 8 pixels
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "size": {"shortest_edge": 64, "longest_edge": 12 * 64},
+    "patch_size": 4,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
 
-def save_model(folder: Path, text: dict[str, Any], vision: dict[str, Any]) -> tuple[Any, Any]:
+
+def save_model(
+    folder: Path,
+    text: dict[str, Any],
+    vision: dict[str, Any],
+    images: dict[str, Any] = IMAGES,
+) -> tuple[Any, Any]:
     """A model and its tokenizer, as transformers saves them."""
     tokenizer = qwen_bytes(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})
@@ -57,6 +73,7 @@ def save_model(folder: Path, text: dict[str, Any], vision: dict[str, Any]) -> tu
     model = transformers.Qwen3VLForConditionalGeneration(config)
     randomise(model)
     model.eval().save_pretrained(folder)
+    write_json(folder / "preprocessor_config.json", images)
     return model, tokenizer
 
 
@@ -82,7 +99,7 @@ def write_embedder(folder: Path, width: int, prompts: dict[str, str], limit: int
     write_modules(folder, (TRANSFORMER, ""), (POOLING, "1_Pooling"), (NORMALIZE, "2_Normalize"))
     pooling = {"embedding_dimension": width, "pooling_mode": "lasttoken", "include_prompt": True}
     write_json(folder / "1_Pooling" / "config.json", pooling)
-    said = {"prompts": prompts, "default_prompt_name": "default"}
+    said = {"prompts": prompts, "default_prompt_name": DEFAULT}
     write_json(folder / "config_sentence_transformers.json", said)
     said = {
         "transformer_task": "feature-extraction",
@@ -93,22 +110,35 @@ def write_embedder(folder: Path, width: int, prompts: dict[str, str], limit: int
     write_json(folder / "sentence_bert_config.json", said)
 
 
-def save_embedder(folder: Path, text: dict[str, Any] = TEXT, limit: int = LIMIT) -> Answer:
-    """An embedder, and its vector of a text."""
-    model, tokenizer = save_model(folder, text, VISION)
-    write_embedder(folder, text["hidden_size"], PROMPTS, limit)
-    tokenizer.model_max_length = limit
+def answer_of(model: Any, tokenizer: Any, limit: int, images: dict[str, Any]) -> Answer:
+    """What gives the vector of a text, or of an image as uint8 `[height, width, 3]`."""
+    processor = Qwen2VLImageProcessorPil(**images)
 
     @torch.no_grad()
-    def answer(text: str, options: dict[str, Any]) -> dict[str, np.ndarray]:
-        asked = PROMPTS[options.get("prompt_name", "default")]
+    def answer(item: Any, options: dict[str, Any]) -> dict[str, np.ndarray]:
+        asked = PROMPTS[options.get("prompt_name", DEFAULT)]
         if "instruction" in options:
             asked = completed(options["instruction"])
-        ids = torch.tensor([ids_of(tokenizer, asked, text)])
-        states = model.model.language_model(input_ids=ids).last_hidden_state
+        tokenizer.model_max_length, inputs = limit, {}
+        if not isinstance(item, str):
+            inputs = dict(processor(Image.fromarray(item), return_tensors="pt"))
+            start, end, pad = VISION_TOKENS
+            item = start + int(inputs["image_grid_thw"].prod()) // 4 * pad + end
+            tokenizer.model_max_length = model.config.text_config.max_position_embeddings
+        ids = torch.tensor([ids_of(tokenizer, asked, item)])
+        is_image = (ids == model.config.image_token_id).int()
+        model.model.rope_deltas = None  # of the last image
+        states = model.model(input_ids=ids, mm_token_type_ids=is_image, **inputs).last_hidden_state
         return {"dense": normalize(states[0, -1], dim=0).numpy()}
 
     return answer
+
+
+def save_embedder(folder: Path) -> Answer:
+    """An embedder, and its vector of a text or an image."""
+    model, tokenizer = save_model(folder, TEXT, VISION)
+    write_embedder(folder, TEXT["hidden_size"], PROMPTS, LIMIT)
+    return answer_of(model, tokenizer, LIMIT, IMAGES)
 
 
 def pair_ids(tokenizer: Any, query: str, document: str) -> list[int]:

@@ -50,10 +50,10 @@ KIND = "Qwen2VLImageProcessor"
 UNCHANGED = {"do_rescale": False, "do_normalize": False}
 
 
-def as_ours(patches: np.ndarray) -> np.ndarray:
+def as_ours(patches: np.ndarray, side: int = PATCH) -> np.ndarray:
     """The processor's patches `[patches, colour * frame * row * column]` in our order of values,
     with the four patches of a token in one row."""
-    split = patches.reshape(-1, 3, 2, PATCH, PATCH)
+    split = patches.reshape(-1, 3, 2, side, side)
     np.testing.assert_array_equal(split[:, :, 0], split[:, :, 1])  # both frames are the image
     return split[:, :, 0].transpose(0, 2, 3, 1).reshape(len(patches) // 4, -1)
 

@@ -96,6 +96,19 @@ def size_within(height: int, width: int, side: int, area: tuple[int, int]) -> tu
     return high, wide
 
 
+def max_tokens(rules: ImageRules) -> int:
+    """Return the maximum number of tokens of an image whose rules have an `area`, with the tokens
+    around it. Narrow images can exceed the maximum area, because their shorter side has at least
+    one token."""
+    assert rules.area is not None
+    min_tokens, max_tokens = (pixels / rules.token_side**2 for pixels in rules.area)
+    stretch = math.sqrt(MAX_ASPECT)
+    # tokens of the narrowest image, enlarged to the minimum area with its sides rounded up
+    enlarged = (math.sqrt(min_tokens) / stretch + 1) * (math.sqrt(min_tokens) * stretch + 1)
+    in_image = max(max_tokens, math.sqrt(max_tokens) * stretch, enlarged)
+    return len(rules.before) + math.floor(in_image) + len(rules.after)
+
+
 def patches(colours: np.ndarray, size: int, merge: int = 1) -> np.ndarray:
     """Cut RGB values, uint8 `[height, width, 3]`, into patches of `size` by `size` pixels, and
     group the patches in tokens of `merge` by `merge` patches. Height and width must be multiples of
@@ -113,7 +126,8 @@ def image_positions(height: int, width: int, rules: ImageRules) -> np.ndarray:
     """Return the place of each token in an image of `height` by `width` pixels before resizing.
 
     The result is int32 `[tokens, place_numbers]`, and includes the tokens around the patches. If
-    the rules have an `area`, `mrope_positions` describes the numbers. For other rules, with a
+    the rules have an `area`, `mrope_positions` describes the first three numbers; if there are
+    five, the others are the image's numbers of rows and columns of tokens. For other rules, with a
     `place_numbers` of 4, they are the token's row and column, and the image's numbers of rows and
     columns of tokens; the tokens around the patches have zeros.
     """
@@ -121,7 +135,9 @@ def image_positions(height: int, width: int, rules: ImageRules) -> np.ndarray:
     rows, columns = height // rules.token_side, width // rules.token_side
     around = len(rules.before), len(rules.after)  # tokens before and after the patches
     if rules.area is not None:
-        return mrope_positions(rows, columns, *around)
+        places = mrope_positions(rows, columns, *around)
+        sides = (rows, columns)[: rules.place_numbers - places.shape[1]]
+        return np.hstack([places, np.full((len(places), len(sides)), sides, np.int32)])
     # Such places are for backbones that resize their table of position embeddings to the image.
     positions = np.empty((rows, columns, 4), np.int32)
     positions[..., 0] = np.arange(rows)[:, None]

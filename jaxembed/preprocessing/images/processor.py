@@ -12,7 +12,12 @@ from jaxembed.data.work import Encoding, work_from_encodings
 from jaxembed.errors import InvalidInput
 from jaxembed.platform.extras import require
 from jaxembed.preprocessing.images.decode import MAX_BYTES, decode_image, image_size, to_pillow
-from jaxembed.preprocessing.images.prepare import image_positions, prepare_image, resized_size
+from jaxembed.preprocessing.images.prepare import (
+    image_positions,
+    max_tokens,
+    prepare_image,
+    resized_size,
+)
 from jaxembed.preprocessing.job_threads import JobThreads, is_for_small, restart_if_small
 from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions, Tokenized
 
@@ -40,7 +45,9 @@ class ImageProcessor:
         require("images", "a model that takes images")
         assert spec.image is not None
         self._rules = spec.image
-        self.limit = spec.max_input_tokens
+        # a text may have more tokens than an image
+        rules = spec.image
+        self.limit = spec.max_input_tokens if rules.area is None else max_tokens(rules)
         self._workers = workers
         self._budget = _MemoryBudget(MAX_BYTES)
         self.executor = JobThreads(workers, "decode")
