@@ -34,6 +34,11 @@ def write(folder: Path, **config: Any) -> Path:
     return folder
 
 
+def data_uri(colours: np.ndarray) -> str:
+    Pillow.fromarray(colours).save(buffer := io.BytesIO(), "png")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
 @pytest.fixture(name="embedder", scope="module")
 def _embedder(tmp_path_factory, load_model):
     return load_model(write(tmp_path_factory.mktemp("vl") / "model"), 2, 256)
@@ -81,9 +86,7 @@ def test_an_image_is_between_the_tokens_of_the_chat(embedder):
 
 
 def test_http_embeds_images_and_ranks_them_beside_texts(embedder, images):
-    models, buffer = Models([embedder.model], {embedder.name: ["vl"]}), io.BytesIO()
-    Pillow.fromarray(images[0]).save(buffer, "png")
-    uri = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    models, uri = Models([embedder.model], {embedder.name: ["vl"]}), data_uri(images[0])
     asked = {"input": [{"image": uri}, {"text": TEXTS[0]}]}
     response, body = ask(asked, path="/v1/embeddings", models=models)
     assert response.status_code == 200, body
@@ -96,6 +99,17 @@ def test_http_embeds_images_and_ranks_them_beside_texts(embedder, images):
     scores = {one["index"]: one["relevance_score"] for one in body["results"]}
     (query,) = embedder.encode([TEXTS[1]], prompt_name="query")
     assert [scores[0], scores[1]] == pytest.approx(list(wanted @ query), abs=1e-5)
+
+
+def test_the_reranker_refuses_images_in_pairs(tmp_path, load_model, images):
+    write_source(golden("qwen3_vl_reranker"), tmp_path / "model")
+    reranker = load_model(tmp_path / "model", 1, 512)
+    models = Models([reranker.model], {reranker.name: ["vl"]})
+    asked = {"query": "a", "documents": ["b", {"image": data_uri(images[0])}]}
+    response, body = ask(asked, path="/v1/rerank", models=models)
+    assert response.status_code == 400
+    assert body["error"]["param"] == "documents"
+    assert "takes texts and no images in pairs; send texts" in body["error"]["message"]
 
 
 def test_an_instruction_beside_images_is_refused(embedder, images):

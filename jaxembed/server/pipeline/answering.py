@@ -150,6 +150,12 @@ async def score_documents(
     options = replace(options, adapter=meter.adapter)
     tasks, items = meter.loaded.tasks, inputs.items
     if ImageSource in map(type, documents):
+        if meter.loaded.spec.task != "embed":
+            raise InvalidInput(
+                f"`{field}` has images, and {meter.loaded.name} takes texts and no images in "
+                "pairs; send texts",
+                field=field,
+            )
         tasks.check_images()
         items = await _read_images(meter, inputs)
     contents = [item.text if isinstance(item, Text) else cast(Image, item) for item in items]
