@@ -26,7 +26,9 @@ TOKEN_IDS = {
     "vision_start_token_id": 151652,
     "vision_end_token_id": 151653,
 }
-MAX_TOKENS = 1800  # of an image: the limit in the authors' qwen3_vl_embedding.py
+# The limits of an image in the authors' qwen3_vl_embedding.py, which take the place of those in
+# preprocessor_config.json. A lower maximum in this file is used.
+MIN_TOKENS, MAX_TOKENS = 4, 1800
 
 
 def images(hf: dict[str, Any], folder: Path) -> Images:
@@ -47,11 +49,12 @@ def images(hf: dict[str, Any], folder: Path) -> Images:
             f"{folder}: its image processor merges {rules.merge} by {rules.merge} patches, and its "
             f"encoder merges {vision['spatial_merge_size']} by {vision['spatial_merge_size']}"
         )
-    most = min(rules.area[1], MAX_TOKENS * rules.token_side**2)
+    bounds = zip(rules.area, (MIN_TOKENS, MAX_TOKENS), strict=True)
+    low, high = (min(pixels, tokens * rules.token_side**2) for pixels, tokens in bounds)
     image_id, start_id, end_id = (hf.get(key, number) for key, number in TOKEN_IDS.items())
     rules = msgspec.structs.replace(
         rules,
-        area=(min(rules.area[0], most), most),
+        area=(low, high),
         token_id=image_id,
         before=(start_id,),
         after=(end_id,),

@@ -7,7 +7,7 @@ import msgspec
 from click.testing import CliRunner
 
 from converters import CONVERTERS
-from converters.families import qwen3
+from converters.families import qwen3, qwen3_vl
 from converters.vision import colpali, colqwen, dual, pages
 from jaxembed.cli import cli
 from jaxembed.data.outputs import OUTPUTS
@@ -44,6 +44,7 @@ def test_prompts_are_those_that_converters_apply():
         "colpali": {"query": colpali.QUERY_PREFIX},
         "colqwen2": {"query": colqwen.QUERY_PREFIX},
         "qwen3": {"instruction": qwen3.FAMILY.reranker.template.instruction},
+        "qwen3_vl": {"instruction": qwen3_vl.FAMILY.reranker.template.instruction},
     }
     checked = set()
     for model in TABLE_OF_MODELS.models:
