@@ -1,4 +1,4 @@
-"""Tiny CLIP, SigLIP and SigLIP2 directories, random weights, and their forward pass in numpy."""
+"""Tiny directories of CLIP, SigLIP and kin, random weights, and their forward pass in numpy."""
 
 from io import BytesIO
 from math import prod
@@ -13,6 +13,7 @@ WIDTH, WIDE, HEADS, LAYERS, POSITIONS, SPACE = 32, 48, 2, 2, 12, 16
 SIDE, PATCH = 32, 8
 PATCHES = (SIDE // PATCH) ** 2
 WORDS = ["<pad>", "</s>", "<s>", *(f"w{k}" for k in range(20)), "<unk>", "<end>"]
+CLIPS = ("clip", "metaclip_2")  # the kinds with the towers of CLIP
 
 
 def _config(name: str, text: dict[str, Any], image: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -35,21 +36,26 @@ SIGLIP_IMAGES: dict[str, Any] = {"image_processor_type": "SiglipImageProcessor",
 SIGLIP2_IMAGES: dict[str, Any] = {"image_processor_type": "Siglip2ImageProcessor"}
 SIGLIP2_IMAGES |= {"patch_size": PATCH, "max_num_patches": PATCHES}
 CONFIGS = {"clip": CLIP_CONFIG, "siglip": SIGLIP_CONFIG}
+CONFIGS["metaclip_2"] = CLIP_CONFIG | _config(
+    "MetaClip2", {"eos_token_id": 2}, _FIXED, model_type="metaclip_2"
+)
 CONFIGS["siglip2"] = _config("Siglip2", {}, {"num_patches": PATCHES})
-PROCESSORS = {"clip": CLIP_IMAGES, "siglip": SIGLIP_IMAGES, "siglip2": SIGLIP2_IMAGES}
+PROCESSORS = {"clip": CLIP_IMAGES, "metaclip_2": CLIP_IMAGES}
+PROCESSORS |= {"siglip": SIGLIP_IMAGES, "siglip2": SIGLIP2_IMAGES}
 
 
 def words(kind: str) -> Tokenizer:
     """A tokenizer of whole words, which ends texts as the kind does."""
-    tokenizer = Tokenizer(
-        models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>")
-    )
+    # MetaCLIP 2 has the ids of XLM-V, where </s> is 2
+    names = ["<pad>", "<s>", "</s>", *WORDS[3:]] if kind == "metaclip_2" else WORDS
+    vocabulary = {word: number for number, word in enumerate(names)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore
-    single, end = ("<s> $A <end>", "<end>") if kind == "clip" else ("$A </s>", "</s>")
+    end = "<end>" if kind == "clip" else "</s>"
     tokenizer.post_processor = processors.TemplateProcessing(  # pyright: ignore
-        single=single,
+        single=f"<s> $A {end}" if kind in CLIPS else f"$A {end}",
         pair="$A $B",
-        special_tokens=[("<s>", 2), (end, WORDS.index(end))],
+        special_tokens=[(name, vocabulary[name]) for name in ("<s>", end)],
     )
     return tokenizer
 
@@ -64,7 +70,7 @@ def dual_tensors(kind: str, seed: int = 0) -> Tensors:
         ),
     }
     halves = {"text_model": ("final_layer_norm", POSITIONS)}
-    halves["vision_model"] = ("post_layernorm", PATCHES + (kind == "clip"))
+    halves["vision_model"] = ("post_layernorm", PATCHES + (kind in CLIPS))
     linear: dict[str, tuple[int, int]] = {}
     norms = []
     for half, (last, positions) in halves.items():
@@ -76,7 +82,7 @@ def dual_tensors(kind: str, seed: int = 0) -> Tensors:
             linear[f"{layer}.self_attn.out_proj"] = (WIDTH, WIDTH)
             linear |= {f"{layer}.mlp.fc1": (WIDE, WIDTH), f"{layer}.mlp.fc2": (WIDTH, WIDE)}
             norms += [f"{layer}.layer_norm1", f"{layer}.layer_norm2"]
-    if kind == "clip":
+    if kind in CLIPS:
         shapes["vision_model.embeddings.class_embedding"] = (WIDTH,)
         shapes["text_projection.weight"] = shapes["visual_projection.weight"] = (SPACE, WIDTH)
         norms.append("vision_model.pre_layrnorm")
@@ -130,13 +136,13 @@ def picture(seed: int, height: int = SIDE, width: int = SIDE) -> np.ndarray:
 def expected_text(kind: str, tensors: Tensors, ids: list[int]) -> np.ndarray:
     """The vector of a text in float64, from the formulas of transformers' models."""
     t = {name: value.astype(np.float64) for name, value in tensors.items()}
-    if kind != "clip":
+    if kind not in CLIPS:
         ids = ids + [0] * (POSITIONS - len(ids))
     x = t["text_model.embeddings.token_embedding.weight"][ids]
     x = x + t["text_model.embeddings.position_embedding.weight"][: len(ids)]
     x = _tower(t, "text_model", x, kind)
     last = _norm(t, "text_model.final_layer_norm", x, kind)[-1]
-    if kind == "clip":
+    if kind in CLIPS:
         return _unit(t["text_projection.weight"] @ last)
     return _unit(_linear(t, "text_model.head", last))
 
@@ -146,7 +152,7 @@ def expected_image(kind: str, tensors: Tensors, colours: np.ndarray) -> np.ndarr
     SIDE pixels, or for siglip2 a number of whole patches."""
     t = {name: value.astype(np.float64) for name, value in tensors.items()}
     mean, std = np.array([0.5] * 3), np.array([0.5] * 3)
-    if kind == "clip":
+    if kind in CLIPS:
         mean = np.array([0.48145466, 0.4578275, 0.40821073])
         std = np.array([0.26862954, 0.26130258, 0.27577711])
     rows, columns = (side // PATCH for side in colours.shape[:2])
@@ -155,16 +161,16 @@ def expected_image(kind: str, tensors: Tensors, colours: np.ndarray) -> np.ndarr
     if kind == "siglip2":
         kernel = kernel.reshape(WIDTH, PATCH, PATCH, 3).transpose(0, 3, 1, 2)
     x = np.einsum("aibjc,ocij->abo", values, kernel).reshape(-1, WIDTH)
-    if kind == "clip":
+    if kind in CLIPS:
         x = np.concatenate([t["vision_model.embeddings.class_embedding"][None], x])
     else:
         x = x + t["vision_model.embeddings.patch_embedding.bias"]
     positions = t["vision_model.embeddings.position_embedding.weight"]
     x = x + (_resized(positions, rows, columns) if kind == "siglip2" else positions)
-    if kind == "clip":
+    if kind in CLIPS:
         x = _norm(t, "vision_model.pre_layrnorm", x, kind)
     x = _norm(t, "vision_model.post_layernorm", _tower(t, "vision_model", x, kind), kind)
-    if kind == "clip":
+    if kind in CLIPS:
         return _unit(t["visual_projection.weight"] @ x[0])
     head = "vision_model.head"
     weight, bias = (t[f"{head}.attention.in_proj_{name}"] for name in ("weight", "bias"))
@@ -199,7 +205,7 @@ def _tower(t: Tensors, half: str, x: np.ndarray, kind: str) -> np.ndarray:
         layer = f"{half}.encoder.layers.{number}"
         normal = _norm(t, f"{layer}.layer_norm1", x, kind)
         qkv = (_linear(t, f"{layer}.self_attn.{name}_proj", normal) for name in ("q", "k", "v"))
-        causal = half == "text_model" and kind == "clip"
+        causal = half == "text_model" and kind in CLIPS
         x = x + _linear(t, f"{layer}.self_attn.out_proj", _attend(*qkv, causal=causal))
         x = x + _mlp(t, f"{layer}.mlp", _norm(t, f"{layer}.layer_norm2", x, kind), kind)
     return x
@@ -217,7 +223,7 @@ def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, *, causal: bool) -> np.
 
 def _mlp(t: Tensors, name: str, x: np.ndarray, kind: str) -> np.ndarray:
     x = _linear(t, f"{name}.fc1", x)
-    if kind == "clip":
+    if kind in CLIPS:
         x = x / (1 + np.exp(-1.702 * x))
     else:
         x = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
@@ -230,7 +236,7 @@ def _linear(t: Tensors, name: str, x: np.ndarray) -> np.ndarray:
 
 def _norm(t: Tensors, name: str, x: np.ndarray, kind: str) -> np.ndarray:
     x = x - x.mean(axis=-1, keepdims=True)
-    x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + (1e-5 if kind == "clip" else 1e-6))
+    x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + (1e-5 if kind in CLIPS else 1e-6))
     return x * t[f"{name}.weight"] + t[f"{name}.bias"]
 
 

@@ -1,4 +1,4 @@
-"""Converts models that put texts and images into one space: CLIP, SigLIP and SigLIP2.
+"""Converts models that put texts and images into one space: CLIP, MetaCLIP 2, SigLIP and SigLIP2.
 
 Each half, an encoder and its head, becomes a route of the checkpoint.
 """
@@ -60,8 +60,13 @@ from jaxembed.data.spec import (
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models.clip import CLASS_ID, ClipConfig
 
-CLIP, SIGLIP, SIGLIP2 = "clip", "siglip", "siglip2"
-CLASSES = {CLIP: ("CLIPModel",), SIGLIP: ("SiglipModel",), SIGLIP2: ("Siglip2Model",)}
+CLIP, METACLIP2, SIGLIP, SIGLIP2 = "clip", "metaclip_2", "siglip", "siglip2"
+CLASSES = {
+    CLIP: ("CLIPModel",),
+    METACLIP2: ("MetaClip2Model",),
+    SIGLIP: ("SiglipModel",),
+    SIGLIP2: ("Siglip2Model",),
+}
 DUAL_MODULES = {  # modules of sentence-transformers that hold both halves
     "sentence_transformers.models.CLIPModel",
     "sentence_transformers.sentence_transformer.modules.clip_model.CLIPModel",
@@ -94,38 +99,44 @@ SIGLIP_IMAGE: dict[str, Any] = {
     "layer_norm_eps": 1e-6,
     "vision_use_head": True,
 }
+CLIP_TEXT: dict[str, Any] = {
+    "vocab_size": 49408,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 77,
+    "hidden_act": "quick_gelu",
+    "layer_norm_eps": 1e-5,
+    "eos_token_id": 49407,
+}
+CLIP_IMAGE: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+    "image_size": 224,
+    "patch_size": 32,
+    "hidden_act": "quick_gelu",
+    "layer_norm_eps": 1e-5,
+}
 TEXT_DEFAULTS = {
-    CLIP: {
-        "vocab_size": 49408,
-        "hidden_size": 512,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 8,
-        "max_position_embeddings": 77,
-        "hidden_act": "quick_gelu",
-        "layer_norm_eps": 1e-5,
-        "eos_token_id": 49407,
-    },
+    CLIP: CLIP_TEXT,
+    METACLIP2: CLIP_TEXT,
     SIGLIP: SIGLIP_TEXT,
     SIGLIP2: SIGLIP_TEXT,
 }
 IMAGE_DEFAULTS = {
-    CLIP: {
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_channels": 3,
-        "image_size": 224,
-        "patch_size": 32,
-        "hidden_act": "quick_gelu",
-        "layer_norm_eps": 1e-5,
-    },
+    CLIP: CLIP_IMAGE,
+    METACLIP2: CLIP_IMAGE,
     SIGLIP: {**SIGLIP_IMAGE, "image_size": 224},
     SIGLIP2: {**SIGLIP_IMAGE, "num_patches": 256},
 }
 TOWER_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-OLD_EOS = 2  # eos_token_id in OpenAI's files, where the token with the largest id ends texts
+# eos_token_id in OpenAI's files of CLIP, where the token with the largest id ends texts. MetaCLIP 2
+# also has it, and there it is the id.
+OLD_EOS = 2
 
 
 @dataclass(frozen=True)
@@ -137,6 +148,11 @@ class _Source:
     kind: str  # a key of CLASSES
     hf: Mapping[str, Any]  # config.json
     normalizes: bool  # whether vectors get length one
+
+    @property
+    def is_clip(self) -> bool:
+        """Whether the halves are those of CLIP, and not of SigLIP."""
+        return self.kind in (CLIP, METACLIP2)
 
     def fields(self, key: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Return the field `key`, the config of a half, with transformers' `defaults` filled in.
@@ -226,15 +242,16 @@ def _text_half(model: _Source) -> _Parts:
     or the last token of the padding (SigLIP)."""
     hf = model.fields("text_config", TEXT_DEFAULTS[model.kind])
     require(hf, ("vocab_size", "max_position_embeddings"))
-    config = clip_config(hf, vocab_size=hf["vocab_size"], causal=model.kind == CLIP)
+    config = clip_config(hf, vocab_size=hf["vocab_size"], causal=model.is_clip)
     # SigLIP was trained on lower case, whatever its tokenizer.json says
-    lowercase, vocab_size = model.kind != CLIP, hf["vocab_size"]
+    lowercase, vocab_size = not model.is_clip, hf["vocab_size"]
     tokenizer = read_tokenizer(model.folder, lowercase=lowercase, vocab_size=vocab_size)
     limit = token_limit(model.folder, config.max_positions)
     spec: dict[str, Any] = {"max_input_tokens": limit}
-    if model.kind == CLIP:
-        eos = hf["eos_token_id"]  # OLD_EOS stands for the largest id
-        _check_end(model.folder, tokenizer, None if eos == OLD_EOS else eos)
+    if model.is_clip:
+        eos = hf["eos_token_id"]
+        is_largest = model.kind == CLIP and eos == OLD_EOS
+        _check_end(model.folder, tokenizer, None if is_largest else eos)
         projection, tensor = _projection(model, config), "text_projection"
     else:
         folder, parsed = model.folder, Tokenizer.from_str(tokenizer.decode())
@@ -277,7 +294,7 @@ def _text_half(model: _Source) -> _Parts:
 def _image_half(model: _Source) -> _Parts:
     """Read the half of images. CLIP pools by a class token, SigLIP by attention."""
     hf = model.fields("vision_config", IMAGE_DEFAULTS[model.kind])
-    is_clip, is_siglip2 = model.kind == CLIP, model.kind == SIGLIP2
+    is_clip, is_siglip2 = model.is_clip, model.kind == SIGLIP2
     require(hf, ("num_patches" if is_siglip2 else "image_size", "patch_size", "num_channels"))
     refuse_unknown("num_channels", hf["num_channels"], (3,))
     if not is_clip and not hf["vision_use_head"]:

@@ -1,16 +1,18 @@
-"""CLIP, SigLIP and SigLIP2 against transformers: pixels bit for bit, and vectors of both inputs."""
+"""Models of texts and images against transformers: pixels bit for bit, and vectors of both."""
 
 from io import BytesIO
 
 import numpy as np
 import pytest
 import torch
-from dual_sources import words
+from dual_sources import CLIPS, words
 from golden.families import sized
 from PIL import Image, ImageOps
 from transformers import (
     CLIPConfig,
     CLIPModel,
+    MetaClip2Config,
+    MetaClip2Model,
     PreTrainedTokenizerFast,
     Siglip2Config,
     Siglip2Model,
@@ -45,6 +47,8 @@ SHAPED = [
     *((9, 2304), (1999, 2000), (1, 100_000)),
 ]
 SMALL = sized(64, 2, 2, 128)
+# the widths of metaclip-2-worldwide-huge, of texts and of images
+HUGE = sized(1024, 2, 16, 4096), sized(1280, 2, 16, 5120) | {"patch_size": 14}
 UNCHANGED = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
 each_processor = pytest.mark.parametrize(
     ("kind", "patch"), [(CLIPImageProcessorPil, 32), (SiglipImageProcessorPil, 16)]
@@ -149,21 +153,27 @@ def test_pixels_of_odd_files_are_those_of_the_processors(kind, patch):
         assert_same_pixels(processor, image, got, patch, name)
 
 
-def saved(folder, kind: str, size: str):
-    """A model with random weights, its tokenizer and its processor, saved as transformers does."""
+def saved(folder, kind: str, size: str, **of_text):
+    """A model with random weights, its tokenizer and its processor, saved as transformers does.
+    `of_text` are further fields of its config of texts."""
     tokenizer = words(kind)
     vocabulary = tokenizer.get_vocab_size()
-    text = {"vocab_size": vocabulary, "pad_token_id": 0, "bos_token_id": 2}
-    text["eos_token_id"] = vocabulary - 1 if kind == "clip" else 1
+    end = "<end>" if kind == "clip" else "</s>"
+    text = {"vocab_size": vocabulary, "pad_token_id": 0}
+    text |= {"bos_token_id": 2, "eos_token_id": tokenizer.token_to_id(end)}
     image = {}
+    if kind == "metaclip_2":
+        text, image = text | HUGE[0], HUGE[1]
     if size == "tiny":
         text |= SMALL | {"max_position_embeddings": 16}
         image = SMALL | {"image_size": 64, "patch_size": 16}
+    text |= of_text
     if kind == "siglip2":
         image = {key: value for key, value in image.items() if key != "image_size"}
     torch.manual_seed(0)
-    if kind == "clip":
-        model = CLIPModel(CLIPConfig(text_config=text, vision_config=image))
+    if kind in CLIPS:
+        of_kind = (CLIPModel, CLIPConfig) if kind == "clip" else (MetaClip2Model, MetaClip2Config)
+        model = of_kind[0](of_kind[1](text_config=text, vision_config=image))
         side = model.config.vision_config.image_size
         crop = {"height": side, "width": side}
         processor = CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size=crop)
@@ -176,7 +186,6 @@ def saved(folder, kind: str, size: str):
         processor = SiglipImageProcessorPil(size={"height": side, "width": side})
     with_odd_norms(model).save_pretrained(folder)
     processor.save_pretrained(folder)
-    end = "<end>" if kind == "clip" else "</s>"
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token=end)
     fast.save_pretrained(folder)
     return model, fast, processor
@@ -193,7 +202,7 @@ def vectors_of_texts(model, tokenizer, kind: str) -> np.ndarray:
     for text in TEXTS:
         ids = tokenizer(text)["input_ids"]
         ids = ids if len(ids) <= length else [*ids[: length - 1], ids[-1]]
-        if kind != "clip":
+        if kind not in CLIPS:
             ids = ids + [0] * (length - len(ids))
         rows.append(unit(model.get_text_features(input_ids=torch.tensor([ids])))[0])
     return np.stack(rows)
@@ -207,7 +216,7 @@ def vectors_of_images(model, processor, images) -> np.ndarray:
 
 
 @pytest.mark.parametrize("size", ["tiny", pytest.param("full", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["clip", "siglip", "siglip2"])
+@pytest.mark.parametrize("kind", ["clip", "metaclip_2", "siglip", "siglip2"])
 def test_vectors_are_those_of_transformers(tmp_path, kind, size):
     model, tokenizer, processor = saved(tmp_path / "model", kind, size)
     draw = np.random.default_rng(1)

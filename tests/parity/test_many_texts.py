@@ -24,7 +24,7 @@ from jaxembed.config import TextConfig
 from jaxembed.data.inputs import Text
 from jaxembed.data.work import Encoding
 from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions
-from parity import sentences
+from parity import sentences, test_dual
 
 TOKENIZERS = Path(__file__).parents[3] / "shared" / "tokenizers"
 TEXTS = sentences.in_many_scripts(2000)
@@ -84,6 +84,7 @@ CASES = {
     "nomic_moe": Case(
         partial(save_golden, "nomic_moe_mean"), XLM_ROBERTA, prompted(make.SEARCH_PROMPTS)
     ),
+    "metaclip_2": Case(partial(test_dual.saved, kind="metaclip_2", size="tiny"), XLM_ROBERTA),
     "gemma": Case(baai.save_gemma, line=baai.PROMPT),
     "minicpm": Case(baai.save_minicpm, line=baai.PROMPT),
     "gemma2": Case(baai.save_lightweight, line=baai.LIGHT_PROMPT),
@@ -127,7 +128,8 @@ def _models(request, tmp_path, closed) -> tuple[Case, TextProcessor, Any]:
     else:
         pytest.skip(f"no {TOKENIZERS}")
     spec = convert(source, out)
-    processor = TextProcessor(checkpoint.tokenizer_path(out), spec, LIMIT, TextConfig(), workers=1)
+    main = checkpoint.route_path(out, checkpoint.load_routes(out).main_route)
+    processor = TextProcessor(checkpoint.tokenizer_path(main), spec, LIMIT, TextConfig(), workers=1)
     closed.callback(processor.executor.shutdown)
     return case, processor, transformers.AutoTokenizer.from_pretrained(source)
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from dual_sources import (
+    CLIPS,
     CONFIGS,
     PATCH,
     PATCHES,
@@ -64,7 +65,7 @@ from jaxembed.runtime.options import EncodeOptions
 
 pytest.importorskip("PIL")
 
-KINDS = ["clip", "siglip", "siglip2"]
+KINDS = ["clip", "metaclip_2", "siglip", "siglip2"]
 TEXTS = ["w1 w2 w3", "w5", "w1 w2 w3 w4", " ".join(f"w{k}" for k in range(20))]
 
 each_kind = pytest.mark.parametrize("kind", each(KINDS, "clip", "siglip2"))
@@ -134,11 +135,11 @@ def test_what_the_checkpoint_says(converted, kind):
     else:
         assert image.image.made == (SIDE, SIDE)
         assert image.image.grid == (SIDE // PATCH, SIDE // PATCH)
-    assert image.max_input_tokens == PATCHES + (kind == "clip")
+    assert image.max_input_tokens == PATCHES + (kind in CLIPS)
     assert (spec.max_input_tokens, spec.dim) == (POSITIONS, image.dim)
     assert spec.heads["dense"].normalize
-    assert isinstance(image.heads["dense"], Pooled if kind == "clip" else AttentionPooling)
-    assert spec.filled == (None if kind == "clip" else Expansion(0, POSITIONS, attended=True))
+    assert isinstance(image.heads["dense"], Pooled if kind in CLIPS else AttentionPooling)
+    assert spec.filled == (None if kind in CLIPS else Expansion(0, POSITIONS, attended=True))
     verify(out)
     verify_values(out)
 
@@ -302,6 +303,7 @@ def of_images(kind, **changes):
     [
         ("clip", {"architectures": ["CLIPTextModelWithProjection"]}, "CLIPTextModelWithProjection"),
         ("clip", of_text("clip", eos_token_id=3), "ends texts"),
+        ("metaclip_2", of_text("metaclip_2", eos_token_id=1), r"\[2\], and the model needs 1"),
         ("clip", of_images("clip", num_channels=1), "channels"),
         ("clip", of_images("clip", image_size=64), "64, 64"),
         ("clip", of_images("clip", patch_size=5), "patches of"),
