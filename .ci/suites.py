@@ -113,6 +113,7 @@ TABLE: dict[str, list[str]] = {
     ],
     "converters/families/t5.py": ["numerics", "parity mpnet t5"],
     "converters/vision/dual.py": ["numerics", "parity dual"],
+    "converters/vision/open_clip.py": ["parity dual"],
     "converters/vision/image_rules.py": ["numerics", "parity dual pages colqwen"],
     "converters/families/jina.py": ["numerics", "parity jina_v3"],
     "converters/features/late_interaction.py": ["numerics", "parity colbert"],

@@ -26,10 +26,12 @@ __all__ = [
     "folders_read",
     "outline",
     "outline_routes",
+    "weight_files",
     "weight_folders",
 ]
 
-READERS = (dual.READER, pages.READER, chains.READER)  # the first that recognises a folder reads it
+# the first that recognises a folder reads it
+READERS = (dual.OPEN_CLIP_READER, dual.READER, pages.READER, chains.READER)
 
 
 def convert(
@@ -124,6 +126,12 @@ def outline(source: Path, **options: Any) -> Outline:
 def weight_folders(source: Path, dense_path: str | None = None) -> list[str]:
     """Return the folders within `source` that hold weights. Reads only JSON files."""
     return _reader_of(source).weight_folders(source, dense_path)
+
+
+def weight_files(source: Path) -> tuple[str, ...]:
+    """Return the patterns of weight files of a model. Files of each are needed if there are none of
+    those before. Reads only JSON files."""
+    return _reader_of(source).weight_files
 
 
 def folders_read(source: Path) -> list[str]:

@@ -420,6 +420,35 @@ PROCESSOR_FIELDS = {
 }
 
 
+# Fields of open_clip_config.json.
+_TOWER_SIZES = {
+    **dict.fromkeys(("width", "heads", "head_width", "patch_size", "image_size"), _SIZE),
+    **dict.fromkeys(("context_length", "vocab_size"), _SIZE),
+    "layers": _LAYERS,
+    "mlp_ratio": _FACTOR,
+    "eos_id": _COUNT,
+    "pool_type": _NAME,
+    "hf_tokenizer_name": _NAME,
+    "tokenizer_kwargs": _OBJECT,
+}
+_TOWER = FieldType(_OBJECT.wanted, _OBJECT.type, _TOWER_SIZES)
+_COLOURS = FieldType(
+    "a number or three", _SMALL | Annotated[list[_SMALL], Meta(min_length=3, max_length=3)]
+)
+OPEN_CLIP_FIELDS = {
+    "model_cfg": FieldType(
+        _OBJECT.wanted,
+        _OBJECT.type,
+        {"embed_dim": _SIZE, "quick_gelu": _SWITCH, "vision_cfg": _TOWER, "text_cfg": _TOWER},
+    ),
+    "preprocess_cfg": FieldType(
+        _OBJECT.wanted,
+        _OBJECT.type,
+        {"mean": _COLOURS, "std": _COLOURS, "interpolation": _NAME, "resize_mode": _NAME},
+    ),
+}
+
+
 def check_fields(
     where: str, values: Mapping[str, Any], types: Mapping[str, FieldType], prefix: str = ""
 ) -> None:

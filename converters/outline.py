@@ -11,6 +11,9 @@ from converters.weights import Tensor
 from jaxembed.data.spec import DType, ModelSpec
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
+# The patterns of weight files. Files of each are downloaded if there are none of those before.
+WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin", "adapter_model.safetensors")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -85,6 +88,7 @@ class Reader:
     weight_folders: Callable[[Path, str | None], list[str]] = module_folders
     # folder -> the folders within that hold weights which `outlines` reads
     folders_read: Callable[[Path], list[str]] = lambda source: []
+    weight_files: tuple[str, ...] = WEIGHT_FILES
 
 
 def spec_of(

@@ -359,20 +359,22 @@ def within(folder: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def find(folder: Path) -> dict[str, Tensor]:
+def find(
+    folder: Path, safetensors: str = "model.safetensors", torch: str = "pytorch_model.bin"
+) -> dict[str, Tensor]:
     """Return the tensors of a folder by name, from its safetensors files, or else its torch files.
 
     Of safetensors files only the headers are read; a torch file is loaded. Raises CheckpointError
     if there are no weights, a file is damaged, or torch is missing or too old.
     """
-    for name, reader in (("model.safetensors", safetensors_of), ("pytorch_model.bin", torch_file)):
+    for name, reader in ((safetensors, safetensors_of), (torch, torch_file)):
         tensors: dict[str, Tensor] = {}
         for file in _files(folder, name):
             tensors |= reader(file)
         if tensors:
             return tensors
     raise CheckpointError(
-        f"no weights in {folder}: wanted model.safetensors or pytorch_model.bin, or either's "
+        f"no weights in {folder}: wanted {safetensors} or {torch}, or either's "
         ".index.json with its shards"
     )
 

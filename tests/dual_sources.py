@@ -119,6 +119,63 @@ def write_dual(folder: Path, kind: str = "clip", seed: int = 0, **config: Any) -
     return folder
 
 
+# OpenCLIP's names of the parts of tensors' names, in the order in which they are replaced
+OPEN_CLIP_NAMES = {
+    "text_model.encoder.layers": "transformer.resblocks",
+    "vision_model.encoder.layers": "visual.transformer.resblocks",
+    "self_attn.out_proj": "attn.out_proj",
+    "layer_norm": "ln_",
+    "mlp.fc1": "mlp.c_fc",
+    "mlp.fc2": "mlp.c_proj",
+    "text_model.embeddings.token": "token",
+    "text_model.embeddings.position_embedding.weight": "positional_embedding",
+    "text_model.final_ln_": "ln_final",
+    "vision_model.embeddings.patch_embedding": "visual.conv1",
+    "vision_model.embeddings.class": "visual.class",
+    "vision_model.embeddings.position_embedding.weight": "visual.positional_embedding",
+    "vision_model.pre_layrnorm": "visual.ln_pre",
+    "vision_model.post_layernorm": "visual.ln_post",
+    "text_projection.weight": "text_projection",
+    "visual_projection.weight": "visual.proj",
+}
+
+
+def open_clip_tensors(tensors: Tensors, prefix: str = "") -> Tensors:
+    """The tensors of a CLIP under OpenCLIP's names; `prefix` is that of the names of texts."""
+    found = {}
+    for name, value in tensors.items():
+        if ".q_proj." in name:
+            values = [tensors[name.replace(".q_", f".{letter}_")] for letter in "qkv"]
+            name, value = name.replace("self_attn.q_proj.", "attn.in_proj_"), np.concatenate(values)
+        elif name.endswith("projection.weight"):
+            value = np.ascontiguousarray(value.T)
+        for old, new in OPEN_CLIP_NAMES.items():
+            name = name.replace(old, new)
+        if ".k_proj." not in name and ".v_proj." not in name:
+            is_text = not name.startswith(("visual.", "logit_scale"))
+            found[(prefix if is_text else "") + name] = value
+    return found
+
+
+def open_clip_config(**model: Any) -> dict[str, Any]:
+    """The content of open_clip_config.json of CLIP_CONFIG."""
+    sizes: dict[str, Any] = {"width": WIDTH, "layers": LAYERS, "mlp_ratio": WIDE / WIDTH}
+    text = sizes | {"heads": HEADS, "context_length": POSITIONS, "vocab_size": len(WORDS)}
+    image = sizes | {"head_width": WIDTH // HEADS, "image_size": SIDE, "patch_size": PATCH}
+    towers = {"vision_cfg": image, "text_cfg": text}
+    return {"model_cfg": {"embed_dim": SPACE, "quick_gelu": True, **towers, **model}}
+
+
+def write_open_clip(folder: Path, kind: str = "clip", prefix: str = "", **model: Any) -> Path:
+    """A directory as OpenCLIP saves it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "open_clip_config.json", open_clip_config(**model))
+    words(kind).save(str(folder / "tokenizer.json"))
+    write_weights(folder, open_clip_tensors(dual_tensors(kind), prefix))
+    (folder / "model.safetensors").rename(folder / "open_clip_model.safetensors")
+    return folder
+
+
 def png(colours: np.ndarray) -> bytes:
     """The file of an image."""
     from PIL import Image

@@ -27,6 +27,7 @@ from converters.vision.dual import (
     image_rules,
     linear_rules,
     patch_rules,
+    processor_fields,
 )
 from converters.vision.pages import (
     AUGMENTATION_TOKENS,
@@ -66,7 +67,7 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
         source, "vision_config", stated, ["siglip_vision_model"]
     )
     require(encoder, IMAGE_SIZES)
-    rules = image_rules(source, encoder, SIGLIP)
+    rules = image_rules(source, processor_fields(source), encoder, SIGLIP)
     rows, columns = rules.grid
     sizes = encoder | {"max_position_embeddings": rows * columns}
     image_config = clip_config(sizes, patch_bytes=rules.patch_bytes, patch_bias=True)

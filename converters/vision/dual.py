@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
+from converters import weights
 from converters.family import TensorRules
 from converters.fields import (
     CONFIG_FIELDS,
@@ -33,6 +34,7 @@ from converters.heads import (
 from converters.outline import Options, Outline, Reader, check_comparable, spec_of
 from converters.quantized import scheme_of
 from converters.tokenizers.tokenizer import read_tokenizer, special_token
+from converters.vision import open_clip
 from converters.vision.image_rules import read_rules
 from converters.weights import (
     Rule,
@@ -148,11 +150,19 @@ class _Source:
     kind: str  # a key of CLASSES
     hf: Mapping[str, Any]  # config.json
     normalizes: bool  # whether vectors get length one
+    processor: Mapping[str, Any]  # the image processor's fields
+    lowercase: bool  # whether texts become lower case, whatever tokenizer.json says
+    is_open_clip: bool  # whether OpenCLIP saved it, with other names and no limit of the tokenizer
 
     @property
     def is_clip(self) -> bool:
         """Whether the halves are those of CLIP, and not of SigLIP."""
         return self.kind in (CLIP, METACLIP2)
+
+    def tensors(self, rules: Sequence[Rule], ignored: Sequence[str]) -> TensorRules:
+        """Return the rules of a half, for the names of transformers."""
+        found_by = open_clip.find if self.is_open_clip else weights.find
+        return TensorRules(rules=rules, ignored=ignored, find=found_by)
 
     def fields(self, key: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Return the field `key`, the config of a half, with transformers' `defaults` filled in.
@@ -200,7 +210,13 @@ def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str |
     refuse_options(source, options)
     folder = source / folder_of(source)
     path, hf = folder / "config.json", read_optional_json(folder / "config.json")
-    check_fields(str(path), hf, CONFIG_FIELDS)
+    is_open_clip = open_clip.is_open_clip(folder)
+    if is_open_clip:
+        hf, processor, lowercase = open_clip.read_config(folder)
+    else:
+        check_fields(str(path), hf, CONFIG_FIELDS)
+        # SigLIP was trained on lower case
+        processor, lowercase = processor_fields(folder), hf["model_type"] in (SIGLIP, SIGLIP2)
     scheme_of(hf)  # raises for what is not supported
     kind = hf["model_type"]
     for architecture in hf.get("architectures") or ():
@@ -218,7 +234,10 @@ def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str |
             "of texts and images are not supported; wanted one, then perhaps Normalize"
         )
     # normalized if modules.json lists Normalize, or if there is no modules.json
-    model = _Source(folder, folder_of(source), kind, hf, normalizes=len(modules) != 1)
+    normalizes = len(modules) != 1
+    model = _Source(
+        folder, folder_of(source), kind, hf, normalizes, processor, lowercase, is_open_clip
+    )
     halves: dict[str, Outline] = {}
     for route, half in ((TEXT_ROUTE, _text_half), (IMAGE_ROUTE, _image_half)):
         tensors, config, head, tokenizer, fields = half(model)
@@ -243,10 +262,11 @@ def _text_half(model: _Source) -> _Parts:
     hf = model.fields("text_config", TEXT_DEFAULTS[model.kind])
     require(hf, ("vocab_size", "max_position_embeddings"))
     config = clip_config(hf, vocab_size=hf["vocab_size"], causal=model.is_clip)
-    # SigLIP was trained on lower case, whatever its tokenizer.json says
-    lowercase, vocab_size = not model.is_clip, hf["vocab_size"]
-    tokenizer = read_tokenizer(model.folder, lowercase=lowercase, vocab_size=vocab_size)
-    limit = token_limit(model.folder, config.max_positions)
+    vocab_size = hf["vocab_size"]
+    tokenizer = read_tokenizer(model.folder, lowercase=model.lowercase, vocab_size=vocab_size)
+    limit = config.max_positions
+    if not model.is_open_clip:
+        limit = token_limit(model.folder, limit)
     spec: dict[str, Any] = {"max_input_tokens": limit}
     if model.is_clip:
         eos = hf["eos_token_id"]
@@ -288,7 +308,7 @@ def _text_half(model: _Source) -> _Parts:
         *dense_rules("dense", number=0, layer=projection, tensor=tensor),
     )
     ignored = ("vision_model.*", "visual_projection.*", *UNUSED_TENSORS)
-    return TensorRules(rules=rules, ignored=ignored), config, head, tokenizer, spec
+    return model.tensors(rules, ignored), config, head, tokenizer, spec
 
 
 def _image_half(model: _Source) -> _Parts:
@@ -303,7 +323,7 @@ def _image_half(model: _Source) -> _Parts:
         raise UnsupportedModel(
             f"num_patches {hf['num_patches']} is not supported; known: a square number"
         )
-    rules = image_rules(model.folder, hf, model.kind)
+    rules = image_rules(model.folder, model.processor, hf, model.kind)
     if is_clip:
         rules = msgspec.structs.replace(rules, before=(CLASS_ID,))
     patches = prod(rules.grid) if rules.most_patches is None else rules.most_patches
@@ -360,7 +380,7 @@ def _image_half(model: _Source) -> _Parts:
             *linear_rules("vision_model.head.mlp.fc2", "heads.dense.down"),
         ]
     ignored = ("text_model.*", "text_projection.*", *UNUSED_TENSORS)
-    tensors = TensorRules(rules=tensor_rules, ignored=ignored)
+    tensors = model.tensors(tensor_rules, ignored)
     # images have no tokenizer
     return tensors, config, head, b"", {"max_input_tokens": max_tokens, "image": rules}
 
@@ -473,10 +493,12 @@ def processor_fields(folder: Path) -> dict[str, Any]:
     return fields
 
 
-def image_rules(folder: Path, hf: Mapping[str, Any], kind: str) -> ImageRules:
-    """Return how images are prepared for a model of type `kind` whose vision_config is `hf`. Raises
-    UnsupportedModel for another processor, CheckpointError for images of another size."""
-    fields = processor_fields(folder)
+def image_rules(
+    folder: Path, fields: Mapping[str, Any], hf: Mapping[str, Any], kind: str
+) -> ImageRules:
+    """Return how images are prepared for a model of type `kind` whose vision_config is `hf`, and
+    whose image processor has these `fields`. Raises UnsupportedModel for another processor,
+    CheckpointError for images of another size."""
     rules = read_rules(fields, hf["patch_size"])
     # only SigLIP2 has a maximum of patches, and only Qwen2-VL an area
     if (rules.most_patches is not None) != (kind == SIGLIP2) or rules.area is not None:
@@ -512,3 +534,4 @@ def folder_of(source: Path) -> str:
 
 
 READER = Reader(is_dual, _outlines, lambda source, dense_path: [folder_of(source)])
+OPEN_CLIP_READER = Reader(open_clip.is_open_clip, _outlines, weight_files=open_clip.WEIGHT_FILES)

@@ -63,8 +63,6 @@ NEVER_FETCHED = [
     "*.ot",  # codespell:ignore
     "*.gguf",
 ]
-# The patterns of weight files. Files of each are downloaded if there are none of those before.
-WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin", "adapter_model.safetensors")
 ADAPTER_CONFIG = "adapter_config.json"
 
 
@@ -273,7 +271,7 @@ def _own_folder(source: ModelSource) -> SourceFolder:
         """Download the weights of some folders of the model."""
         for subfolder in folders:
             prefix = f"{subfolder}/" if subfolder else ""
-            for pattern in WEIGHT_FILES:
+            for pattern in _converters().weight_files(snapshot):
                 _snapshot(source, commit, [prefix + pattern])
                 if any((snapshot / subfolder).glob(pattern)):
                     break
