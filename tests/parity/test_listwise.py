@@ -55,7 +55,9 @@ def _tokenizer(request, tmp_path_factory) -> Any:
     return tokenizer
 
 
-@pytest.mark.parametrize("wide", [False, True], ids=["tiny", "wide"])
+@pytest.mark.parametrize(
+    "wide", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["tiny", "wide"]
+)
 def test_scores_agree(tokenizer, wide, tmp_path, make_embedder, note):
     if wide and tokenizer is None:
         pytest.skip("as slow, with other texts")
