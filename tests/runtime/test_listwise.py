@@ -97,6 +97,11 @@ def test_documents_beyond_a_block_are_read_in_further_blocks(ranker):
     assert np.array_equal(found[:63], found[63:])
 
 
+def test_a_block_that_is_over_the_limit_after_all_is_halved(ranker, monkeypatch):
+    monkeypatch.setattr(ranker.model.main.processor._lists, "_each", 0)  # more is read than counted
+    assert blocks(ranker, QUERY, ["a"] * 90) == ([45, 45], 0)
+
+
 def test_admission_counts_what_stands_in_every_block(ranker):
     for count, words in ((1, 1), (40, 3), (126, 30), (300, 1)):
         documents = ["cat dog " * words] * count
