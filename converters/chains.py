@@ -20,7 +20,7 @@ from converters.family import (
 )
 from converters.features import late_interaction, scores, static, terms
 from converters.features.adapters import with_adapters
-from converters.features.chat import with_chat
+from converters.features.chat import check_image_tokens, with_chat
 from converters.features.m3 import with_token_heads
 from converters.fields import (
     CONFIG_FIELDS,
@@ -136,7 +136,7 @@ def _tower_outline(source: Path, options: Options, route: str) -> Outline:
             )
         hf = hf | {"cutoff_layer": options.cutoff_layer}
     config, images, architecture = family.config(hf), None, family.architecture
-    if family.images is not None and use == EMBEDDER:
+    if family.images is not None and use in (EMBEDDER, GENERATOR):
         refuse_options(source, options)
         images, architecture = import_module(family.images[0]).images(hf, folder), "pages"
         config |= images.config
@@ -170,6 +170,8 @@ def _tower_outline(source: Path, options: Options, route: str) -> Outline:
     if use == EMBEDDER and family.chat is not None:
         framed = FramedTokenizer(backbone, config["vocab_size"])
         spec, text = with_chat(spec, framed, backbone, *family.chat)
+    if spec.image is not None:
+        check_image_tokens(spec)
     if tokenization is not None:
         spec = late_interaction.with_interaction(spec, tokenization, text, backbone)
     tensors = _tensors(family, hf, layout, images)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxembed.config import EngineConfig, TextConfig
-    from jaxembed.data.inputs import ChunkedText, ChunkSize
+    from jaxembed.data.inputs import ChunkedText, ChunkSize, Parts
     from jaxembed.embedder import Embedder
     from jaxembed.errors import JaxembedError
     from jaxembed.runtime.entities import Entity
@@ -22,6 +22,7 @@ _PUBLIC = {
     "Entity": "jaxembed.runtime.entities",
     "JaxembedError": "jaxembed.errors",
     "Label": "jaxembed.runtime.options",
+    "Parts": "jaxembed.data.inputs",
     "Ranked": "jaxembed.runtime.options",
     "TextConfig": "jaxembed.config",
 }
@@ -33,6 +34,7 @@ __all__ = [
     "Entity",
     "JaxembedError",
     "Label",
+    "Parts",
     "Ranked",
     "TextConfig",
     "__version__",

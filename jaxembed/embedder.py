@@ -15,13 +15,20 @@ import numpy as np
 
 from jaxembed.checkpoints.source import ModelSource, default_cache_dir
 from jaxembed.config import EngineConfig, TextConfig
-from jaxembed.data.inputs import AggregationStrategy, ChunkedText, Image, Pair, Text
+from jaxembed.data.inputs import (
+    AggregationStrategy,
+    ChunkedText,
+    Content,
+    Pair,
+    Parts,
+    Text,
+)
 from jaxembed.data.keyword_options import KeywordOptions
 from jaxembed.data.outputs import REPRESENTATIONS, OutputName
 from jaxembed.data.spec import ModelSpec, PoolingChoice
 from jaxembed.data.work import Ragged, SparseRows, WorkResult
 from jaxembed.engine.admission import Capacity
-from jaxembed.errors import InvalidInput
+from jaxembed.errors import EmptyInput, InvalidInput
 from jaxembed.preprocessing.images.decode import read_image
 from jaxembed.preprocessing.prompts import Role
 from jaxembed.preprocessing.windows import NO_CHUNKS, join_texts
@@ -35,7 +42,7 @@ from jaxembed.runtime.options import (
     Ranked,
     ScoreOptions,
 )
-from jaxembed.runtime.requests import Answer, Request
+from jaxembed.runtime.requests import Answer, AnyRequest
 from jaxembed.runtime.similarity import compare_outputs, compare_pairs
 from jaxembed.runtime.tasks import check_positive, check_task
 
@@ -134,7 +141,7 @@ class Embedder:
         """An Embedder of the same model, whose coroutines block the calling thread."""
         return _BlockingEmbedder.of(self.model)
 
-    async def _run(self, request: Request[Answer]) -> Answer:
+    async def _run(self, request: AnyRequest[Answer]) -> Answer:
         """Run a request on the model, and return the answer. Raises InvalidInput and
         BackendError."""
         return await self.model.run_async(request)
@@ -347,7 +354,7 @@ class Embedder:
     @rerank_options
     def rerank(
         self,
-        query: str,
+        query: Any,
         documents: Sequence[Any] = (),
         *,
         images: Any = None,
@@ -374,7 +381,7 @@ class Embedder:
     @rerank_options
     async def rerank_async(
         self,
-        query: str,
+        query: Any,
         documents: Sequence[Any] = (),
         *,
         images: Any = None,
@@ -385,13 +392,15 @@ class Embedder:
         """`rerank` without blocking the event loop."""
         check_positive("top_n", top_n)
         settings, tasks = ScoreOptions(**options), self.model.tasks
-        listed = await self._inputs(documents, images)
+        listed, asked = await self._inputs(documents, images), query
+        if not isinstance(query, str):
+            asked = await self._read(_content, query, None)
         if self.spec.task == "embed":  # rank by the similarity of embeddings
-            query_request, documents_request, weights = tasks.compare(query, listed, settings)
+            query_request, documents_request, weights = tasks.compare(asked, listed, settings)
             outputs = await self._run(query_request), await self._run(documents_request)
             scored = await self._compute(compare_outputs, *outputs, weights, listed)
         else:
-            scored = await self._run(tasks.rerank(query, listed, settings))
+            scored = await self._run(tasks.rerank(asked, listed, settings))
         return scored.ranked(raw_scores)[:top_n]
 
     @score_options
@@ -526,10 +535,10 @@ class Embedder:
         dense = (await self._embed(texts, images, role, options)).dense
         return dense[0] if isinstance(texts, str) and images is None else dense
 
-    async def _inputs(self, texts: str | Sequence[Any], images: Any) -> Sequence[str | Image]:
-        """Return `texts`, which may contain images, followed by `images`. All image files are read.
-        Raises TypeError if `texts` is no list or `images` is a single image, OSError for a file
-        that cannot be read, and InvalidImage for what is not an image."""
+    async def _inputs(self, texts: str | Sequence[Any], images: Any) -> Sequence[Content]:
+        """Return `texts`, which may contain images and Parts, followed by `images`. All image files
+        are read. Raises TypeError if `texts` is no list or `images` is a single image, OSError for
+        a file that cannot be read, and InvalidImage for what is not an image."""
         listed = _listed(texts)
         if images is None and all(isinstance(item, str) for item in listed):
             return listed
@@ -539,7 +548,7 @@ class Embedder:
             raise TypeError("images must be a list of images, not a single image")
         return await self._read(
             lambda: [
-                *(_text_or_image(item, index) for index, item in enumerate(listed)),
+                *(_content(item, index) for index, item in enumerate(listed)),
                 *map(read_image, after),
             ]
         )
@@ -560,7 +569,7 @@ class Embedder:
 class _BlockingEmbedder(Embedder):
     """An Embedder whose coroutines block the calling thread, so that `_finish` can run them."""
 
-    async def _run(self, request: Request[Answer]) -> Answer:
+    async def _run(self, request: AnyRequest[Answer]) -> Answer:
         return self.model.run(request)
 
     async def _read(self, call: Callable[..., T], *arguments: Any) -> T:
@@ -589,11 +598,15 @@ def _listed(inputs: Any) -> list[Any]:
     return list(inputs)
 
 
-def _text_or_image(item: Any, index: int) -> str | Image:
-    """Return a text unchanged, and an image as an input. Raises InvalidInput for any other item,
-    InvalidImage, and OSError for a file that cannot be read."""
+def _content(item: Any, index: int | None) -> Content:
+    """Return a text unchanged, an image as an input, and Parts with such images. Raises
+    InvalidInput for any other item, InvalidImage, and OSError for a file that cannot be read."""
     if isinstance(item, str):
         return item
+    if isinstance(item, Parts):
+        if not item.parts:
+            raise EmptyInput().at(index)
+        return Parts(tuple(_content(part, index) for part in item.parts))
     if item is None or isinstance(item, NO_IMAGES):
         message = f"an input is a {type(item).__name__}; expected a text or an image"
         raise InvalidInput(message, index=index)

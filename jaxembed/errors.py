@@ -15,6 +15,7 @@ JaxembedError
       - InputTooLong        an input over the token limit, while truncation is off
       - TooManySpans        an input with more spans to pool than a row of a batch can hold
       - InvalidImage        a file that is no image, or an image that cannot be decoded
+      - WrongParts          an input of texts and images that the model does not take
       - InvalidChunk        a chunk that is not a range of its text, or has no tokens
       - BareTokenIds        token ids that lack the tokenizer's special tokens
       - UnknownPrompt       a prompt name that the checkpoint lacks
@@ -95,19 +96,24 @@ class InvalidInput(JaxembedError):
     """A request has a value that is not allowed.
 
     `field` names the field of the request that has the value; None means the field of the inputs.
-    `index` is the index of the refused input if there are several.
+    `index` is the index of the refused input if there are several, and `part` that of the refused
+    part of an input of several parts.
     """
+
+    part: int | None = None
 
     def __init__(self, message: str, field: str | None = None, index: int | None = None):
         super().__init__(message)
         self.field = field
         self.index = index
 
-    def at(self, index: int | None, field: str | None = None) -> Self:
-        """Return a copy of this error for the input number `index`, and for `field` if one is
-        given. Callers use it when they know better where in the request the value is."""
+    def at(self, index: int | None, field: str | None = None, part: int | None = None) -> Self:
+        """Return a copy of this error for the input number `index`, and for `field` and `part` if
+        they are given. Callers use it when they know better where in the request the value is."""
         error = type(self).__new__(type(self), *self.args)
         error.__dict__.update(self.__dict__, index=index, field=field or self.field)
+        if part is not None:
+            error.part = part
         return error
 
 
@@ -154,6 +160,11 @@ class TooManySpans(InvalidInput):
 
 class InvalidImage(InvalidInput):
     """A file is not an image that can be decoded. The message says what was given and wanted."""
+
+
+class WrongParts(InvalidInput):
+    """The model does not take an input of these texts and images: it takes one of them, or their
+    images or texts have too many tokens."""
 
 
 class InvalidChunk(InvalidInput):

@@ -10,7 +10,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from converters.heads import read_optional_json
 from converters.tokenizers.framed import FramedTokenizer
-from jaxembed.data.spec import Chat, ImageRules, ModelSpec
+from jaxembed.data.spec import Chat, ModelSpec
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.preprocessing.images.prepare import max_tokens
 
@@ -70,16 +70,7 @@ def with_chat(
         spec, chat=Chat(before, empty), prompts=prompts, default_prompt_name=name
     )
     start = before.replace(PROMPT, prompts[name])
-    if spec.image is not None:  # an image has the default prompt
-        spec = msgspec.structs.replace(spec, image=_around(spec.image, tokenizer, start, after))
-        check_image_tokens(spec)
     return spec, tokenizer.framed("", after, start)
-
-
-def _around(image: ImageRules, tokenizer: FramedTokenizer, start: str, end: str) -> ImageRules:
-    """Return the rules of images with the tokens of `start` before them, and of `end` after."""
-    before, after = (*tokenizer.ids(start), *image.before), (*image.after, *tokenizer.ids(end))
-    return msgspec.structs.replace(image, before=before, after=after)
 
 
 def check_image_tokens(spec: ModelSpec) -> None:

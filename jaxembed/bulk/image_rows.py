@@ -1,8 +1,9 @@
-"""Reads rows of one image each, in bounded memory: image files, pages of PDF files, and a column of
-row files (.jsonl, .csv, Parquet and others)."""
+"""Reads rows of one image each, maybe with a text, in bounded memory: image files, pages of PDF
+files, and columns of row files (.jsonl, .csv, Parquet and others)."""
 
 import os
 import posixpath
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -13,7 +14,7 @@ import msgspec
 import numpy as np
 
 from jaxembed.bulk.ahead import ahead
-from jaxembed.bulk.row_source import DIGEST_BYTES, RowInputs, RowSource
+from jaxembed.bulk.row_source import DIGEST_BYTES, RowInputs, RowSource, settings_of_texts
 from jaxembed.bulk.sources import (
     IMAGE_FILES,
     START,
@@ -29,8 +30,10 @@ from jaxembed.bulk.sources import (
     is_pdf,
     is_text,
     opened,
+    problem_of,
     read_rows,
 )
+from jaxembed.data.inputs import Parts
 from jaxembed.data.outputs import OutputName
 from jaxembed.errors import (
     CheckpointError,
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
     from jaxembed.embedder import Embedder
 
 PATH_COLUMN, PAGE_COLUMN = "path", "page"  # columns of results; image files have no page
+TEXT_COLUMN = "text"  # the text of a page, which results do not have
 IMAGES_A_CALL = 128  # maximum number of images; RowStream also limits their bytes
 IMAGES_A_BLOCK = 16  # rows that are read at a time from a column of images
 FILES_AHEAD = 8  # files to read in advance, because stores answer slowly
@@ -61,16 +65,15 @@ RowImage = bytes | np.ndarray  # the content of an image file, or the pixels of 
 
 @dataclass(frozen=True)
 class _Images(RowSource):
-    """Rows of one image each. ImageColumn and ImageFiles add how they are read."""
+    """Rows of one image each, maybe with a text, which are one input. ImageColumn and ImageFiles
+    add how they are read."""
 
     digest_column = "image_digest"
-    unused_flags = (
-        "prompt_name",
-        "instruction",
-        "role",
-        "default_prompt",
-        "default_prompt_name",
-    )
+
+    @property
+    @abstractmethod
+    def text_column(self) -> str | None:
+        """The column of blocks with the text of each row; None: rows are images alone."""
 
     def texts(self, names: Sequence[str], output: str) -> Iterator[str]:
         """Raise ConfigError, because vectors of images are only written as Parquet."""
@@ -80,12 +83,18 @@ class _Images(RowSource):
         )
 
     def inputs(self, block: Block) -> list[RowInputs]:
-        return [(block.image,)]
+        if self.text_column is None:
+            return [(block.image,)]
+        return [(block.image, *as_list(block.columns[self.text_column]))]
 
     def digest(self, row: RowInputs) -> bytes:
-        """Return the digest of an image: of its file, or of the shape and pixels of a page."""
-        (image,) = row
+        """Return the digest of an image, of its file or of the shape and pixels of a page; and of
+        its text, if it has one."""
+        image, *texts = row
         state = blake2b(digest_size=DIGEST_BYTES)
+        for text in filter(None, texts):
+            encoded = text.encode(errors="surrogatepass")
+            state.update(len(encoded).to_bytes(8, "little") + encoded)
         if isinstance(image, np.ndarray):  # pixels of a page; otherwise the bytes of a file
             state.update(repr(image.shape).encode())
             image = np.ascontiguousarray(image).data
@@ -96,13 +105,16 @@ class _Images(RowSource):
         return IMAGES_A_CALL
 
     def describe(self, embedder: "Embedder") -> dict[str, Any]:
-        """Return what the results depend on: the weights of all engines, and the dtype."""
+        """Return what the results depend on: the weights of all engines, and the dtype; in a chat
+        template also the settings of texts."""
         engines = embedder.model.engines.items()
         model = {
             "content": {name: engine.spec.content_hash for name, engine in engines},
             "adapters": msgspec.to_builtins(embedder.spec.adapters),
             "dtype": embedder.dtype,
         }
+        if embedder.spec.chat is not None:
+            model |= settings_of_texts(embedder)
         return {"of": "images", "model": model}
 
     def embed(
@@ -115,30 +127,51 @@ class _Images(RowSource):
         """Return the outputs of all images by name. The first bytes of all files are checked before
         any file is decoded. Raises InvalidImage, with the row's `index`, for a file that is no
         image."""
-        images = [image for (image,) in rows]
-        for index, image in enumerate(images):
+        inputs = []
+        for index, (image, *texts) in enumerate(rows):
             try:
                 if isinstance(image, bytes):
                     image_facts(image)
             except InvalidImage as error:
                 raise error.at(index) from error
-        return embedder.encode_outputs([], outputs, images=images, **options)
+            parts = (image, *filter(None, texts))
+            inputs.append(Parts(parts) if len(parts) > 1 else image)
+        return embedder.encode_outputs(inputs, outputs, **options)
+
+    def unused_flags(self, spec: "ModelSpec") -> tuple[str, ...]:
+        """Return the flags for prompts, unless images stand in a chat template; and --role."""
+        prompts = "prompt_name", "instruction", "default_prompt", "default_prompt_name"
+        return ("role", *prompts) if spec.chat is None else ("role",)
 
     def spec(self, routes: "Routes", name: str) -> "ModelSpec":
-        """Return the spec of the route for images. Raises WrongTask if the model has none."""
+        """Return the spec of the route for images. Raises WrongTask if the model has none, or takes
+        no text beside an image although rows have texts."""
         if routes.image is None:
             raise WrongTask(
                 f"{name} takes only texts, and the inputs are images; choose a model of both with "
                 "--model, such as openai/clip-vit-base-patch32"
+            )
+        if self.text_column is not None and not routes.image.takes_parts:
+            raise WrongTask(
+                f"{name} takes a text or an image as an input, and the rows have both; choose "
+                "another --model, such as Qwen/Qwen3-VL-Embedding-2B, or embed one of them"
             )
         return routes.image
 
 
 @dataclass(frozen=True)
 class ImageColumn(_Images):
-    """Rows whose images are in one column of row files."""
+    """Rows of row files with images in the first of the columns, and texts in the second one if
+    there are two."""
 
-    columns: tuple[str]
+    columns: tuple[str, ...]
+
+    @property
+    def text_column(self) -> str | None:
+        return self.columns[1] if len(self.columns) > 1 else None
+
+    def problem(self, row: RowInputs) -> str | None:
+        return problem_of(row[1], self.columns[1]) if len(row) > 1 else None
 
     def files(self, names: Sequence[str]) -> list[InputFile]:
         """Return the row files. Raises ConfigError if the extra `images` is not installed, and the
@@ -149,7 +182,8 @@ class ImageColumn(_Images):
     def types(self, files: Sequence[InputFile], kept: Sequence[str]) -> dict[str, Any]:
         types = column_types(files, kept)
         wanted = "images: binary, structs of bytes and path, or strings with paths or data URIs"
-        check_columns(files, self.columns, fits=_is_of_images, wanted=wanted)
+        check_columns(files, self.columns[:1], fits=_is_of_images, wanted=wanted)
+        check_columns(files, self.columns[1:])
         return types
 
     def read(
@@ -158,7 +192,7 @@ class ImageColumn(_Images):
         """Yield one block for each row, with the place of the row. Rows without a readable image
         are bad. Raises ConfigError for a file that cannot be read, and the errors of object
         stores."""
-        (column,) = self.columns
+        column = self.columns[0]
         stores: dict[str, Any] = {}  # connections by URL scheme
         for place, block in read_rows(files, columns, start, rows_a_block=IMAGES_A_BLOCK):
             for index, value in enumerate(as_list(block.columns[column])):
@@ -180,7 +214,12 @@ class ImageFiles(_Images):
 
     columns: tuple[str, ...] = field(default=(), init=False)
     pdf_dpi: int = PDF_DPI
+    pdf_text: bool = False  # whether a page of a PDF file has its text beside its image
     pdf_timeout_s: float = PDF_TIMEOUT_S  # seconds for each page, and for opening a PDF file
+
+    @property
+    def text_column(self) -> str | None:
+        return TEXT_COLUMN if self.pdf_text else None
 
     def files(self, names: Sequence[str]) -> list[InputFile]:
         """Return the image and PDF files. Raises ConfigError if the extra `images` is not
@@ -206,7 +245,9 @@ class ImageFiles(_Images):
         return {name: types[name] for name in kept}
 
     def settings(self, files: Sequence[InputFile]) -> dict[str, Any]:
-        return {"pdf_dpi": self.pdf_dpi} if any(is_pdf(file.name) for file in files) else {}
+        if not any(is_pdf(file.name) for file in files):
+            return {}
+        return {"pdf_dpi": self.pdf_dpi} | ({"pdf_text": True} if self.pdf_text else {})
 
     def read(
         self, files: Sequence[InputFile], columns: Sequence[str], start: Place = START
@@ -227,34 +268,36 @@ class ImageFiles(_Images):
         ):
             file, skip = files[file_index], start.row if file_index == start.file else 0
             # an image file is one row, without a page number; `skip` may leave out this row
-            rows = [(None, image, 1.0)][skip:] if image is not None else self._pages(file, skip)
-            for row, (page, row_image, share) in enumerate(rows, skip):
-                values = {PATH_COLUMN: [file.name], PAGE_COLUMN: [page]}
+            rows = self._pages(file, skip) if image is None else [(None, image, "", 1.0)][skip:]
+            for row, (page, row_image, text, share) in enumerate(rows, skip):
+                values = {PATH_COLUMN: [file.name], PAGE_COLUMN: [page], TEXT_COLUMN: [text]}
                 yield Place(file_index, row), _block(values, row_image, share)
 
     def _pages(
         self, file: InputFile, skip: int
-    ) -> Iterator[tuple[int | None, RowImage | BadRow, float]]:
-        """Yield three values for each page of a PDF file after the first `skip` pages: the number
-        of the page from 1, its image or a BadRow, and the share of the file up to its end. A file
-        that is no PDF gives one BadRow with the number None. Raises ConfigError if the file cannot
-        be read."""
+    ) -> Iterator[tuple[int | None, RowImage | BadRow, str, float]]:
+        """Yield four values for each page of a PDF file after the first `skip` pages: the number
+        of the page from 1, its image or a BadRow, its text if `pdf_text`, and the share of the file
+        up to its end. A file that is no PDF gives one BadRow with the number None. Raises
+        ConfigError if the file cannot be read."""
         try:
             with opened(file.name) as stream:
                 pdf = PdfFile(stream, self.pdf_timeout_s)
         except InvalidImage as error:
             if not skip:
-                yield None, BadRow(f"cannot be read: {error}"), 1.0
+                yield None, BadRow(f"cannot be read: {error}"), "", 1.0
             return
         except OSError as error:
             raise ConfigError(f"cannot read {file.name}: {error.strerror or error}") from error
         try:
             for page in range(skip, pdf.pages):
+                text = ""
                 try:
                     image: RowImage | BadRow = pdf.render(page, self.pdf_dpi)
+                    text = pdf.text(page) if self.pdf_text else ""
                 except InvalidImage as error:
                     image = BadRow(f"cannot be rendered: {error}")
-                yield page + 1, image, (page + 1) / pdf.pages
+                yield page + 1, image, text, (page + 1) / pdf.pages
         finally:
             pdf.close()
 

@@ -32,6 +32,7 @@ OPTIONS = {  # by prefix of a field's path: the option that sets the field; the 
     "id_column": "--id-column",
     "text_columns": "--text-column, --query-column, --second-column or --image-column",
     "pdf_dpi": "--pdf-dpi",
+    "pdf_text": "--pdf-text",
     "computation.task": "the command",
     "computation.of": "--image-column or INPUTS",
     "computation.outputs": "--outputs",
@@ -202,6 +203,7 @@ class BulkJob(msgspec.Struct, frozen=True):
     text_columns: list[str]  # the columns whose texts or images are computed
     format: int = FORMAT
     pdf_dpi: int | msgspec.UnsetType = msgspec.UNSET  # set if PDF files are among the inputs
+    pdf_text: bool | msgspec.UnsetType = msgspec.UNSET  # set if their texts are computed too
 
     @property
     def digest(self) -> str:

@@ -34,7 +34,7 @@ MULTI_VECTOR_ROWS_A_CALL = 256  # fewer, because a row has a vector for every to
 DIGEST_BYTES = 16
 IMAGE_BYTES_AT_A_TIME = 64 * 2**20
 
-RowInputs = tuple[Any, ...]  # the inputs of one row: its texts, or its image
+RowInputs = tuple[Any, ...]  # the inputs of one row: its texts, or its image and maybe a text
 
 
 class RowSource(ABC):
@@ -42,8 +42,6 @@ class RowSource(ABC):
 
     columns: tuple[str, ...]  # input columns that are embedded; none if rows are whole files
     digest_column: ClassVar[str]  # name of the column of digests in the result
-    # flags of `jaxembed embed` that such rows do not take: using one is an error
-    unused_flags: ClassVar[tuple[str, ...]] = ()
 
     def files(self, names: Sequence[str]) -> list[InputFile]:
         """Return the files that these paths, folders, patterns and URLs name. Raises ConfigError if
@@ -120,6 +118,11 @@ class RowSource(ABC):
         """Return the routes if a prompt must name one of them, or an empty list if it need not."""
         return []
 
+    def unused_flags(self, spec: "ModelSpec") -> tuple[str, ...]:
+        """Return the flags of `jaxembed embed` that such rows do not take with a model, so that
+        using one is an error."""
+        return ()
+
 
 @dataclass(frozen=True)
 class TextRows(RowSource):
@@ -167,11 +170,8 @@ class TextRows(RowSource):
             "adapters": msgspec.to_builtins(spec.adapters),
             "dtype": embedder.dtype,
             "pooling": list(spec.pooling),
-            "max_input_tokens": embedder.max_input_tokens,
-            "prompts": dict(spec.prompts),
-            "text": given(asdict(embedder.model.text), {"workers"}),  # workers change no result
         }
-        return {"model": model}
+        return {"model": model | settings_of_texts(embedder)}
 
     def embed(
         self,
@@ -188,6 +188,15 @@ class TextRows(RowSource):
 
     def named_routes(self, routes: "Routes") -> list[str]:
         return list(routes.specs) if routes.default is None else []
+
+
+def settings_of_texts(embedder: "Embedder") -> dict[str, Any]:
+    """Return the settings of a model on which its results of texts depend, as data for JSON."""
+    return {
+        "max_input_tokens": embedder.max_input_tokens,
+        "prompts": dict(embedder.spec.prompts),
+        "text": given(asdict(embedder.model.text), {"workers"}),  # workers change no result
+    }
 
 
 def given(options: dict[str, Any], without: Collection[str] = ()) -> dict[str, Any]:

@@ -64,7 +64,8 @@ def calibrate_command(
     from jaxembed.checkpoints.ranges import check_writable, save_ranges
 
     lines = read_texts(texts, text_column)  # raises for a missing file before the model is loaded
-    embedder = load_for_outputs(model, prompt_name, flags, TextRows((text_column,)))
+    rows = TextRows((text_column,))
+    embedder = load_for_outputs(model, {"prompt_name": prompt_name}, flags, rows)
     check_writable(embedder.model.path)  # raises before ranges are measured in vain
     with tqdm(unit=" texts", desc="calibrate", disable=None) as bar:
         ranges = measure_ranges(

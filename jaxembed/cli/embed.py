@@ -54,7 +54,8 @@ logger = logging.getLogger("jaxembed")
 @TEXT_COLUMN_FLAG
 @click.option(
     "--image-column",
-    help="Column that contains images or their paths, to embed instead of texts.",
+    help="Column that contains images or their paths, to embed instead of texts, or with those of "
+    "--text-column into one vector.",
 )
 @click.option(
     "--pdf-dpi",
@@ -69,6 +70,11 @@ logger = logging.getLogger("jaxembed")
     default=30.0,
     show_default=True,
     help="Maximum seconds to open a PDF file, and to render each of its pages.",
+)
+@click.option(
+    "--pdf-text",
+    is_flag=True,
+    help="Embed each page of a PDF file together with its text, into one vector.",
 )
 @JOB_OPTIONS
 @click.option(
@@ -119,6 +125,7 @@ def embed_command(
     image_column: str | None,
     pdf_dpi: int,
     pdf_timeout: float,
+    pdf_text: bool,
     prompt_name: str | None,
     instruction: str | None,
     adapter_name: str | None,
@@ -143,13 +150,9 @@ def embed_command(
         raise ConfigError(
             "--role is for outputs other than dense; choose a prompt with --prompt-name instead"
         )
-    source = _row_source(inputs, text_column, image_column, pdf_dpi, pdf_timeout)
-    text_options = {"prompt_name": prompt_name, "instruction": instruction, "role": role, **flags}
-    for name in source.unused_flags:
-        if text_options[name] is not None:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is for texts, and the inputs are images; leave it out"
-            )
+    pdf_options = {"pdf_dpi": pdf_dpi, "pdf_timeout_s": pdf_timeout, "pdf_text": pdf_text}
+    source = _row_source(inputs, text_column, image_column, pdf_options)
+    text_options = {"prompt_name": prompt_name, "instruction": instruction, "role": role}
     options = {
         "prompt_name": prompt_name,
         "instruction": instruction,
@@ -158,7 +161,7 @@ def embed_command(
         "output_dtype": output_dtype,
         **({} if role is None else {"role": role}),
     }
-    load = partial(load_for_outputs, model, prompt_name, flags, source, outputs)
+    load = partial(load_for_outputs, model, text_options, flags, source, outputs)
     job_options = folder_options(flags)
     if output.endswith((".npy", ".jsonl")):
         lines = source.texts(inputs, output)
@@ -187,10 +190,10 @@ def _row_source(
     inputs: Sequence[str],
     text_column: str,
     image_column: str | None,
-    pdf_dpi: int,
-    pdf_timeout_s: float,
+    pdf_options: dict[str, Any],
 ) -> "RowSource":
-    """Return what reads the rows of the inputs: texts, a column of images, or image files.
+    """Return what reads the rows of the inputs: texts, columns of images and texts, or image files.
+    `pdf_options` are fields of ImageFiles.
 
     Raises ConfigError if an input is missing, the inputs are both texts and images, flags do not
     fit each other or the inputs, or an extra is not installed.
@@ -201,11 +204,6 @@ def _row_source(
 
     column_flag = None if image_column is None else "--image-column"
     if _is_given("text_column"):
-        if image_column is not None:
-            raise ConfigError(
-                "--text-column and --image-column exclude each other: a row is a text or an image. "
-                "To embed both, run the command twice, into two folders with the same --id-column"
-            )
         column_flag = "--text-column"
     if column_flag is None:
         files = [file.name for file in input_files(inputs, (*ROW_FILES, *IMAGE_FILES))]
@@ -218,14 +216,14 @@ def _row_source(
                 "rows to embed with --text-column or --image-column"
             )
         if images:
-            return ImageFiles(pdf_dpi=pdf_dpi, pdf_timeout_s=pdf_timeout_s)
+            return ImageFiles(**pdf_options)
     else:
         if image_file := next(filter(is_of_images, inputs), None):
             raise ConfigError(
                 f"{image_file}: image and PDF files have no columns; leave {column_flag} out"
             )
         input_files(inputs)  # raises for a missing input
-    for name in ("pdf_dpi", "pdf_timeout"):
+    for name in ("pdf_dpi", "pdf_timeout", "pdf_text"):
         if _is_given(name):
             flag = name.replace("_", "-")
             raise ConfigError(
@@ -233,7 +231,8 @@ def _row_source(
             )
     if image_column is None:
         return TextRows((text_column,))
-    source = ImageColumn((image_column,))
+    texts = (text_column,) if _is_given("text_column") else ()
+    source = ImageColumn((image_column, *texts))
     source.files(inputs)  # raises if the extra `images` is not installed
     return source
 

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,7 +153,7 @@ def load_model(model: str | None, flags: dict[str, Any], **options: Any):
 
 def load_for_outputs(
     model: str | None,
-    prompt_name: str | None,
+    text_options: Mapping[str, Any],
     flags: dict[str, Any],
     source: "RowSource",
     outputs: Sequence[OutputName] = ("dense",),
@@ -161,8 +161,9 @@ def load_for_outputs(
     """Load a model that can compute `outputs` for the rows of `source`. Raises the errors of
     `load_model`.
 
-    The model is checked before its weights are downloaded. Raises WrongTask if it cannot compute
-    the outputs, and ConfigError if it has no default route and no prompt name selects a route.
+    The model is checked before its weights are downloaded. `text_options` are options for texts.
+    Raises WrongTask if it cannot compute the outputs, and ConfigError if it has no default route
+    and no prompt name selects a route, or for an option that the rows do not take.
     """
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
     from jaxembed.checkpoints import hub
@@ -174,14 +175,23 @@ def load_for_outputs(
     name, task = origin.name, routes.main.task
     if task != "embed":
         raise WrongTask(f"{name} is {KIND[task]}, which computes no vectors; use `jaxembed {task}`")
-    offered = source.spec(routes, name).representations
+    spec = source.spec(routes, name)
+    given = {**flags, **text_options}
+    for option in source.unused_flags(spec):
+        if given.get(option) is not None:
+            raise ConfigError(
+                f"--{option.replace('_', '-')} is for texts, and the inputs are images; leave it "
+                "out"
+            )
+    offered = spec.representations
     if missing := [output for output in outputs if output not in offered]:
         raise WrongTask(
             f"{name} has no {' and no '.join(missing)} output; `jaxembed embed` can write "
             f"--outputs {' --outputs '.join(offered)}"
         )
     route_names = source.named_routes(routes)
-    if route_names and prompt_name is None and flags["default_prompt_name"] is None:
+    names = text_options.get("prompt_name"), flags["default_prompt_name"]
+    if route_names and names == (None, None):
         raise ConfigError(f"--prompt-name must name a route of {name}: {', '.join(route_names)}")
     return Embedder.of(load_model(model, flags))
 

@@ -1,7 +1,8 @@
-"""The inputs of a request: texts, pairs, token ids, images, and texts with chunks."""
+"""The inputs of a request: texts, pairs, token ids, images, inputs of several parts, and texts with
+chunks."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -45,7 +46,29 @@ class Image(msgspec.Struct, frozen=True):
     data: bytes | np.ndarray
 
 
-Input = Text | Pair | Tokens | Image
+class Parts(msgspec.Struct, frozen=True):
+    """Texts and images that are one input, in the given order. Neighbouring texts are joined by a
+    line break. An image is an Image; methods of Embedder also take what `encode` takes as one."""
+
+    parts: tuple[Any, ...]
+
+
+Input = Text | Pair | Tokens | Image | Parts
+Content = str | Image | Parts  # a query or a document to rank
+
+
+def parts_of(item: Input | Content) -> tuple[str | Image, ...]:
+    """Return the texts and images of an input, in order. Token ids have none."""
+    match item:
+        case Parts():
+            return item.parts
+        case Text():
+            return (item.text,)
+        case Pair():
+            return item.first, item.second
+        case str() | Image():
+            return (item,)
+    return ()
 
 
 class ChunkSize(msgspec.Struct, frozen=True):

@@ -423,6 +423,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.heads[self.primary]
 
     @property
+    def takes_parts(self) -> bool:
+        """Whether an input may consist of texts and images, in the model's template."""
+        return self.image is not None and (self.chat is not None or self.template is not None)
+
+    @property
     def pooling(self) -> tuple[str, ...]:
         """The poolings of the primary head. A head without pooling has one entry: "splade" for
         sparse embeddings, and the name of its output for other heads."""

@@ -54,10 +54,12 @@ class Pages(Qwen3):
         def with_images() -> list[Hidden]:
             assert tokens.pixels is not None
             # In the input of the image encoder words become padding: segment 0 and pixels of 0.
+            # Each image is a segment; a sequence may have several, with words between them.
             at_patch = is_patch[:, :, None]
+            starts = is_patch & ~jnp.pad(is_patch, ((0, 0), (1, 0)))[:, :-1]
             image_tokens = replace(
                 tokens,
-                segments=jnp.where(is_patch, tokens.segments, 0),
+                segments=jnp.where(is_patch, jnp.cumsum(starts, axis=1), 0),
                 pixels=jnp.where(at_patch, tokens.pixels, 0.0),
             )
             otherwise = (words, *nothing)

@@ -35,32 +35,40 @@ class Frame:
         """The number of tokens of a pair besides the tokens of its texts."""
         return len(self.before) + len(self.between) + len(self.after)
 
-    def first(self, text: str, instruction: str | None) -> str:
-        """Return what to tokenize for the first text of a pair, such as a query: the template's
-        part `first` with the text and the `instruction` filled in, or the text itself if there is
-        no template. If `instruction` is None, the template's default instruction is used."""
+    @property
+    def empty(self) -> str:
+        """What stands for an empty text."""
+        return "" if self.template is None else self.template.empty
+
+    def around_first(self, instruction: str | None) -> tuple[str, str]:
+        """Return the texts that the template puts before and after the first text of a pair, such
+        as a query, with the `instruction` filled in; both are "" if there is no template. If
+        `instruction` is None, the template's default instruction is used."""
         if self.template is None:
-            return text
+            return "", ""
         if instruction is None:
             instruction = self.template.instruction
-        empty = self.template.empty
-        return fill(self.template.first, instruction=instruction, query=text or empty)
+        before, _, after = self.template.first.partition("{query}")
+        return fill(before, instruction=instruction), fill(after, instruction=instruction)
+
+    def first(self, text: str, instruction: str | None) -> str:
+        """Return what to tokenize for the first text of a pair: the text in the template."""
+        before, after = self.around_first(instruction)
+        return f"{before}{text or self.empty}{after}"
 
     @property
     def around_second(self) -> tuple[str, str]:
         """The texts that the template puts before and after the second text of a pair, such as a
-        document. Both are "" if there is no template."""
+        document."""
         if self.template is None:
             return "", ""
         before, _, after = self.template.second.partition("{document}")
         return before, after
 
     def second(self, text: str) -> str:
-        """Return what to tokenize for the second text of a pair, such as a document: the template's
-        part `second` with the text filled in, or the text itself if there is no template."""
-        if self.template is None:
-            return text
-        return fill(self.template.second, document=text or self.template.empty)
+        """Return what to tokenize for the second text of a pair: the text in the template."""
+        before, after = self.around_second
+        return f"{before}{text or self.empty}{after}"
 
     def join(self, first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Join the token ids of two texts, int32 `[length]`. Returns the ids of the pair and its

@@ -13,7 +13,16 @@ import msgspec
 import numpy as np
 
 from jaxembed.config import TextConfig
-from jaxembed.data.inputs import ChunkedText, Image, Input, Pair, Text, Tokens
+from jaxembed.data.inputs import (
+    ChunkedText,
+    Content,
+    Image,
+    Input,
+    Pair,
+    Text,
+    Tokens,
+    parts_of,
+)
 from jaxembed.data.spec import NO_LIMIT, Expansion, LateInteraction, ModelSpec
 from jaxembed.data.work import Encoding, Work, whole_work, work_from_encodings
 from jaxembed.errors import (
@@ -131,17 +140,18 @@ class TextProcessor:
         # If the tokenizer has no token for the sample, assume that it adds no special tokens.
         before, after = (text_at[0], len(sample) - 1 - text_at[-1]) if text_at else (0, 0)
         self._around = before, after  # numbers of special tokens before and after a text
-        self._ids_around = sample.ids[:before], sample.ids[len(sample) - after :]
+        # the ids of these tokens
+        self.ids_around = sample.ids[:before], sample.ids[len(sample) - after :]
         words = self._tokenizer.short_ids("a a") or []
         (whole,) = self._tokenizer.encode(["a a"], fast=False)
         # whether the tokenizer looks short texts up, and only puts special tokens around them
-        self._finds_short = whole.ids == [*self._ids_around[0], *words, *self._ids_around[1]]
+        self._finds_short = whole.ids == [*self.ids_around[0], *words, *self.ids_around[1]]
         # Some tokenizers, such as XLM-R's, give pairs two types although the backbone has only one.
         has_types = spec.token_types and spec.config.get("type_vocab_size", 0) > 1
         self._has_types = has_types and any(sample.type_ids)
         self._dropped_id = spec.config.get("dropped_id")
         self._image_id = None if spec.image is None else spec.image.token_id
-        self._special_ids = {self._dropped_id, self._image_id} - {None}  # see `_checked_text_ids`
+        self._special_ids = {self._dropped_id, self._image_id} - {None}  # see `checked_text_ids`
         self._reads_whole = limit == NO_LIMIT  # the model reads whole texts and truncates none
         per_token = spec.config.get("characters_per_token")
         self._max_characters = sys.maxsize if per_token is None else per_token * limit
@@ -330,7 +340,7 @@ class TextProcessor:
         ids = self._tokenizer.short_ids(text)
         if not ids:
             return None
-        before, after = self._ids_around
+        before, after = self.ids_around
         row = [*before, *ids, *after]
         is_usual = len(row) <= self.limit and self._special_ids.isdisjoint(row)
         return np.array(row, np.int32) if is_usual else None
@@ -394,7 +404,7 @@ class TextProcessor:
         limit, marker = self.limit, None
         if self._spec.interaction is not None:
             limit, marker = self._limit_and_marker(tokenization, self._spec.interaction)
-        before, after = (np.array(ids, np.int32) for ids in self._ids_around)
+        before, after = (np.array(ids, np.int32) for ids in self.ids_around)
         if marker is not None:
             before = np.insert(before, min(len(before), 1), np.int32(marker))
         prompt = tokenization.prompt
@@ -405,7 +415,7 @@ class TextProcessor:
         def encoding(document: Text, row: np.ndarray) -> Encoding:
             ids = np.concatenate([before, row, after])
             self._refuse_empty(document, len(ids), tokenization)
-            ids = self._checked_text_ids(ids)
+            ids = self.checked_text_ids(ids)
             # Pool the tokens after the prompt, and at least the last token.
             spans = ((min(len(before) + len(division.head), len(ids) - 1), len(ids)),)
             return Encoding(ids, spans=spans if has_spans else None)
@@ -508,6 +518,17 @@ class TextProcessor:
         return self._tokenizer
 
     @property
+    def template_frame(self) -> Frame | None:
+        """What surrounds the texts of a pair, if the model has a template for pairs."""
+        return None if self._spec.template is None else self._pair_frame
+
+    def rows(self, texts: Sequence[str], tokenization: TokenizationOptions) -> Iterator[Row]:
+        """Tokenize texts without prompt and special tokens, as far as the limit needs. Raises
+        InvalidInput or TokenizerError."""
+        tokenizer = self._tokenizer_of(tokenization)
+        return tokenizer.rows(texts, self.limit, tokenization.side)
+
+    @property
     def _frame(self) -> Frame:
         """What surrounds the texts of a pair. Raises InvalidInput if the model takes no pairs."""
         if self._pair_frame is None:
@@ -600,8 +621,14 @@ class TextProcessor:
         is_cut = count > max_chars or len(encoding) > self.limit
         if is_cut and not tokenization.truncate:
             raise self._too_long(len(encoding), whole and count <= max_chars)
+        if is_cut and tokenization.side == "left" and self._spec.chat is not None:
+            raise InvalidInput(
+                f"the input has more than {self.limit} tokens, and a text in the chat template of "
+                "this model is truncated only at its end",
+                field="truncation_direction",
+            )
         ids = self._within(np.array(encoding.ids, np.int32), self.limit, tokenization.side)
-        ids = self._checked_text_ids(ids)
+        ids = self.checked_text_ids(ids)
         types = spans = None
         if self._has_types:
             types = np.array(encoding.type_ids, np.int32)
@@ -625,7 +652,7 @@ class TextProcessor:
         """Return whether texts are pooled without their prompt."""
         return bool(tokenization.prompt) and not self._spec.include_prompt
 
-    def _checked_text_ids(self, ids: np.ndarray) -> np.ndarray:
+    def checked_text_ids(self, ids: np.ndarray) -> np.ndarray:
         """Return the ids of a text without the id that the model drops (`dropped_id`). Raises
         InvalidInput if the text contains the token that stands for a part of an image."""
         if self._image_id is not None and (ids == self._image_id).any():
@@ -790,7 +817,7 @@ class TextProcessor:
         """
         if not len(tokens.ids):
             raise EmptyInput()
-        before, after = self._ids_around
+        before, after = self.ids_around
         after_start = len(tokens.ids) - len(after)
         ends = list(tokens.ids[: len(before)]), list(tokens.ids[after_start:])
         is_whole = after_start >= len(before) and ends == (before, after)
@@ -802,7 +829,7 @@ class TextProcessor:
         if len(ids) > self.limit and not tokenization.truncate:
             raise InputTooLong(self.limit, len(ids))
         truncate_ids = self._within if is_whole else cut_tokens
-        kept = self._checked_text_ids(truncate_ids(ids, self.limit, tokenization.side))
+        kept = self.checked_text_ids(truncate_ids(ids, self.limit, tokenization.side))
         kept_ids, augmentation_tokens = _augmented(kept, self._spec.filled)
         return Encoding(kept_ids, augmentation_tokens=augmentation_tokens), len(ids) > self.limit
 
@@ -835,7 +862,7 @@ def _augmented(ids: np.ndarray, expansion: Expansion | None) -> tuple[np.ndarray
     return np.concatenate([ids, np.full(added, expansion.token_id, np.int32)]), added
 
 
-def characters(item: Input | ChunkedText | str) -> int:
+def characters(item: Input | ChunkedText | Content) -> int:
     """Return the number of characters of a text or an input, by which inputs are divided into jobs.
     A token id counts as four characters. An image counts as JOB_CHARACTERS, a whole job, because
     even a small file may take a second."""
@@ -843,9 +870,9 @@ def characters(item: Input | ChunkedText | str) -> int:
         return len(item)
     if isinstance(item, Text | ChunkedText):
         return len(item.text)
-    if isinstance(item, Image):
-        return JOB_CHARACTERS
-    return len(item.first) + len(item.second) if isinstance(item, Pair) else 4 * len(item.ids)
+    if isinstance(item, Tokens):
+        return 4 * len(item.ids)
+    return sum(JOB_CHARACTERS if isinstance(p, Image) else len(p) for p in parts_of(item))
 
 
 def _in_windows(documents: Iterable[tuple[Divided, list[Encoding]]]) -> Tokenized:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -12,7 +12,7 @@ from jaxembed.data.inputs import Priority
 from jaxembed.data.keyword_options import described
 from jaxembed.data.outputs import OutputName
 from jaxembed.data.spec import ScoreFunction
-from jaxembed.data.work import Ragged, SparseRows, WorkResult, join_results
+from jaxembed.data.work import Ragged, SparseRows, WorkResult, join_results, select_inputs
 from jaxembed.preprocessing.prompts import Role
 from jaxembed.preprocessing.tokenizer import Side
 from jaxembed.preprocessing.windows import PooledChunks, Windows
@@ -156,6 +156,20 @@ class RequestStats(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         """The number of tokens of all inputs together."""
         return sum(self.num_tokens.tolist())  # ndarray.sum takes longer for a few inputs
 
+    @staticmethod
+    def joined_stats(parts: "Sequence[RequestStats]") -> dict[str, Any]:
+        """Return the fields of this class for the answers to all parts of a request. Times are
+        means weighted by inputs."""
+        mean = partial(np.average, weights=[len(part.num_tokens) for part in parts])
+        return {
+            "num_tokens": np.concatenate([part.num_tokens for part in parts]),
+            "truncated": sum(part.truncated for part in parts),
+            "tokenization_s": float(mean([part.tokenization_s for part in parts])),
+            "queue_s": float(mean([part.queue_s for part in parts])),
+            "inference_s": float(mean([part.inference_s for part in parts])),
+            "cached": sum(part.cached for part in parts),
+        }
+
 
 class Embeddings(RequestStats, frozen=True, eq=False):
     """The answer to a request for embeddings, in the order of the inputs."""
@@ -168,19 +182,25 @@ class Embeddings(RequestStats, frozen=True, eq=False):
 
     @staticmethod
     def joined(parts: "Sequence[Embeddings]") -> "Embeddings":
-        """Join answers that have the same outputs. Times are means weighted by inputs."""
-        counts = [len(part.num_tokens) for part in parts]
-        mean = partial(np.average, weights=counts)
+        """Join answers that have the same outputs."""
         ids = [part.vector_ids for part in parts if part.vector_ids is not None]
         return Embeddings(
             join_results([part.values for part in parts]),
-            num_tokens=np.concatenate([part.num_tokens for part in parts]),
-            truncated=sum(part.truncated for part in parts),
-            tokenization_s=float(mean([part.tokenization_s for part in parts])),
-            queue_s=float(mean([part.queue_s for part in parts])),
-            inference_s=float(mean([part.inference_s for part in parts])),
-            cached=sum(part.cached for part in parts),
+            **RequestStats.joined_stats(parts),
             vector_ids=np.concatenate(ids) if ids else None,
+        )
+
+    def ordered(self, order: np.ndarray) -> "Embeddings":
+        """Return the answer for the inputs in the given order, int `[n]`. Each input has one slot
+        and no windows."""
+        ids = self.vector_ids
+        if ids is not None:
+            ids = Ragged(ids, self.multi_vector.offsets).ordered(order).values
+        return msgspec.structs.replace(
+            self,
+            values=select_inputs(self.values, order),
+            num_tokens=self.num_tokens[order],
+            vector_ids=ids,
         )
 
     @property
@@ -281,6 +301,19 @@ class Scores(RequestStats, frozen=True, eq=False):
     labels: tuple[str, ...]
     score_function: ScoreFunction
     chunks: list[Chunk] | None = None  # best window of each document, if documents may be divided
+
+    @staticmethod
+    def joined(parts: "Sequence[Scores]") -> "Scores":
+        """Join answers of one model."""
+        logits = np.concatenate([part.logits for part in parts])
+        labels, function = parts[0].labels, parts[0].score_function
+        return Scores(logits, labels, function, **RequestStats.joined_stats(parts))
+
+    def ordered(self, order: np.ndarray) -> "Scores":
+        """Return the answer for the inputs in the given order, int `[n]`."""
+        return msgspec.structs.replace(
+            self, logits=self.logits[order], num_tokens=self.num_tokens[order]
+        )
 
     def shown(self, raw_scores: bool) -> np.ndarray:
         """Return scores from 0 to 1, or with `raw_scores` the logits: float32 `[n, labels]`."""

@@ -12,15 +12,15 @@ import msgspec
 import numpy as np
 from jaxtyping import Float
 
-from jaxembed.data.inputs import ChunkSize, Input, Pair, Priority, Text
+from jaxembed.data.inputs import ChunkSize, Input, Pair, Parts, Priority, Text, parts_of
 from jaxembed.data.outputs import OUTPUTS, OutputName
-from jaxembed.data.spec import Head, ModelSpec, PerToken, Vocabulary
-from jaxembed.data.work import Ragged, Span, WorkResult, select_inputs
+from jaxembed.data.spec import IMAGE_ROUTE, Head, ModelSpec, PerToken, Vocabulary
+from jaxembed.data.work import Ragged, Span, WorkResult
 from jaxembed.engine.admission import Cost
 from jaxembed.engine.bucket import Bucket
 from jaxembed.errors import InvalidInput
 from jaxembed.preprocessing.images.processor import Processor
-from jaxembed.preprocessing.text import Row, TextProcessor, TokenizationOptions, Tokenized
+from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions, Tokenized
 from jaxembed.preprocessing.windows import NO_CHUNKS, pool_slots
 from jaxembed.quantise import quantise
 from jaxembed.runtime.options import (
@@ -46,6 +46,7 @@ LOGITS: frozenset[OutputName] = frozenset({"logits"})
 TOKEN_LOGITS: frozenset[OutputName] = frozenset({"token_logits"})
 
 Answer = TypeVar("Answer")
+Shared = Any  # what all jobs of a request use, such as the tokens of a query; None: nothing
 
 
 class Run(msgspec.Struct, frozen=True, eq=False):
@@ -87,12 +88,12 @@ class Request(ABC, Generic[Answer]):
     route: str = field(default="", kw_only=True)
     adapter: int = field(default=0, kw_only=True)
 
-    def share(self, processor: Processor) -> Row | None:
+    def share(self, processor: Processor) -> Shared:
         """Tokenize what all chunks use, such as a query; return None if there is nothing. Raises
         InvalidInput or TokenizerError."""
         return None
 
-    def prepare(self, processor: Processor, shared: Row | None, chunk: Sequence) -> Tokenized:
+    def prepare(self, processor: Processor, shared: Shared, chunk: Sequence) -> Tokenized:
         """Tokenize a chunk of the items. `shared` is the result of `share`. Raises InvalidInput or
         TokenizerError."""
         return processor.encode(chunk, self.tokenization)
@@ -112,7 +113,7 @@ class Request(ABC, Generic[Answer]):
         `sequences` and `tokens` are the request's numbers of sequences and tokens, exact or
         estimated. Each sequence counts as an input."""
         token_bytes, input_bytes = TOKEN_BYTES, INPUT_BYTES
-        if spec.image is not None:
+        if spec.image is not None and self.route == IMAGE_ROUTE:
             token_bytes += 2 * spec.image.token_bytes  # two: pixels are copied to pack a batch
         for name in self.outputs:
             row_bytes = 2 * FLOAT_BYTES * spec.widths[name]  # a row and its normalised copy
@@ -178,19 +179,6 @@ class EncodeRequest(Request[Embeddings]):
             values["sparse"] = terms if max_active is None else keep_largest(terms, max_active)
         return Embeddings(values, **run.common_fields, vector_ids=vector_ids)
 
-    def divided(self, max_items: int) -> "MixedRequest":
-        """Divide the request into parts of at most `max_items` items."""
-        firsts = range(0, len(self.items), max_items)
-        return MixedRequest(
-            self.items,
-            self.tokenization,
-            self.outputs,
-            self.priority,
-            self.options,
-            parts=tuple(replace(self, items=self.items[k : k + max_items]) for k in firsts),
-            places=tuple(np.arange(len(self.items))[k : k + max_items] for k in firsts),
-        )
-
     def _shape(self, vectors: np.ndarray, head: Head) -> np.ndarray:
         """Truncate, normalise and quantize vectors as the options say."""
         options = self.options
@@ -202,15 +190,48 @@ class EncodeRequest(Request[Embeddings]):
 
 
 @dataclass(frozen=True)
-class MixedRequest(EncodeRequest):
-    """A request for embeddings that is divided into `parts`, each for texts or for images. `places`
-    are the indices of each part's inputs in the whole request, int `[inputs of the part]`."""
+class DividedRequest(Generic[Answer]):
+    """A request that is divided into `parts`, such as one for texts and one for images, whose
+    answers are Embeddings or Scores. `places` are the indices of the items of each part in the
+    whole request, int `[items]`."""
 
-    parts: tuple[EncodeRequest, ...] = field(kw_only=True)
-    places: tuple[np.ndarray, ...] = field(kw_only=True)
+    parts: Sequence[Request[Answer]]
+    places: Sequence[np.ndarray]
+
+    @staticmethod
+    def by_size(request: Request[Answer], max_items: int) -> "DividedRequest[Answer]":
+        """Divide a request into parts of at most `max_items` items."""
+        items, numbers = request.items, np.arange(len(request.items))
+        firsts = range(0, len(items), max_items)
+        return DividedRequest(
+            [replace(request, items=items[k : k + max_items]) for k in firsts],
+            [numbers[k : k + max_items] for k in firsts],
+        )
+
+    @staticmethod
+    def by_kind(
+        texts: Request[Answer], images: Request[Answer], is_image: Sequence[bool]
+    ) -> "Request[Answer] | DividedRequest[Answer]":
+        """Return the request of `texts`, that of `images`, or both if some of their items, which
+        are the same, go to one and some to the other, as `is_image` says for each."""
+        if not any(is_image):
+            return texts
+        if all(is_image):
+            return images
+        places = [np.flatnonzero(np.array(is_image) == value) for value in (False, True)]
+        parts = [
+            replace(part, items=[part.items[k] for k in numbers.tolist()])
+            for part, numbers in zip((texts, images), places, strict=True)
+        ]
+        return DividedRequest(parts, places)
+
+    @property
+    def route(self) -> str:
+        """The route of the first part."""
+        return self.parts[0].route
 
     @contextmanager
-    def part(self, number: int) -> Iterator[EncodeRequest]:
+    def part(self, number: int) -> Iterator[Request[Answer]]:
         """Yield the part with this index, to run it in the `with` block. An InvalidInput that the
         block raises with an index in the part is raised with the index in the whole request."""
         try:
@@ -220,17 +241,13 @@ class MixedRequest(EncodeRequest):
                 raise
             raise error.at(int(self.places[number][error.index])) from error
 
-    def joined(self, answers: Sequence[Embeddings]) -> Embeddings:
-        """Join the answers to the parts into one answer, in the order of the inputs."""
-        answer = Embeddings.joined(answers)
+    def joined(self, answers: Sequence[Any]) -> Answer:
+        """Join the answers to the parts into one answer, in the order of the items."""
         order = np.argsort(np.concatenate(self.places))  # restores the order before the division
-        values = select_inputs(answer.values, order)
-        ids = answer.vector_ids
-        if ids is not None:
-            ids = Ragged(ids, answer.multi_vector.offsets).ordered(order).values
-        return msgspec.structs.replace(
-            answer, values=values, num_tokens=answer.num_tokens[order], vector_ids=ids
-        )
+        return answers[0].joined(answers).ordered(order)
+
+
+AnyRequest = Request[Answer] | DividedRequest[Answer]
 
 
 @dataclass(frozen=True)
@@ -238,7 +255,7 @@ class ComparedRequest(EncodeRequest):
     """A request for the outputs of documents to compare with a query. `items` are Texts, which may
     be empty and may be divided into windows."""
 
-    def prepare(self, processor: Processor, shared: Row | None, chunk: Sequence) -> Tokenized:
+    def prepare(self, processor: Processor, shared: Shared, chunk: Sequence) -> Tokenized:
         """Tokenize a chunk of the documents. Raises InvalidInput or TokenizerError."""
         assert isinstance(processor, TextProcessor)
         return processor.encode_documents(chunk, self.tokenization)
@@ -252,7 +269,7 @@ class ComparedRequest(EncodeRequest):
 class LateRequest(EncodeRequest):
     """A request for late chunking: a vector of each chunk of texts. `items` are ChunkedTexts."""
 
-    def prepare(self, processor: Processor, shared: Row | None, chunk: Sequence) -> Tokenized:
+    def prepare(self, processor: Processor, shared: Shared, chunk: Sequence) -> Tokenized:
         """Tokenize a chunk of the items. Raises InvalidInput or TokenizerError."""
         assert isinstance(processor, TextProcessor)
         return processor.encode_chunked_texts(
@@ -303,20 +320,18 @@ class ScoreRequest(Request[Scores]):
 
 @dataclass(frozen=True)
 class QueryRequest(ScoreRequest):
-    """A request for the logits of one `query` with each document; `items` are documents."""
+    """A request for the logits of one `query` with each document; `items` are documents. Both are
+    texts, or on the route of images each is a Content."""
 
-    query: str
+    query: Any
 
-    def share(self, processor: Processor) -> Row | None:
+    def share(self, processor: Processor) -> Shared:
         """Tokenize the query. Raises InvalidInput or TokenizerError."""
-        assert isinstance(processor, TextProcessor)
         return processor.tokenize_query(self.query, self.tokenization)
 
-    def prepare(self, processor: Processor, shared: Row | None, chunk: Sequence) -> Tokenized:
+    def prepare(self, processor: Processor, shared: Shared, chunk: Sequence) -> Tokenized:
         """Tokenize pairs of the query, which `shared` holds, and a chunk of the documents. Raises
         InvalidInput or TokenizerError."""
-        assert shared is not None
-        assert isinstance(processor, TextProcessor)
         return processor.encode_pairs_of_query(shared, chunk, self.tokenization)
 
     def finish(self, spec: ModelSpec, run: Run) -> Scores:
@@ -333,8 +348,11 @@ class QueryRequest(ScoreRequest):
         )
 
     def inputs(self) -> Sequence[Input]:
-        """Return the pairs of the query and each document."""
-        return [Pair(self.query, document) for document in self.items]
+        """Return the pairs of the query and each document; with images, one input of both."""
+        if self.route != IMAGE_ROUTE:
+            return [Pair(self.query, document) for document in self.items]
+        query = parts_of(self.query)
+        return [Parts((*query, *parts_of(document))) for document in self.items]
 
 
 @dataclass(frozen=True)
@@ -343,7 +361,7 @@ class TokenScoreRequest(Request[TokenScores]):
 
     options: ScoreOptions
 
-    def prepare(self, processor: Processor, shared: Row | None, chunk: Sequence) -> Tokenized:
+    def prepare(self, processor: Processor, shared: Shared, chunk: Sequence) -> Tokenized:
         """Tokenize a chunk of the texts, and find the offsets of their tokens. Raises InvalidInput
         or TokenizerError."""
         assert isinstance(processor, TextProcessor)
@@ -375,7 +393,7 @@ class ListRequest(Request[Scores]):
 
     query: str
 
-    def prepare(self, processor: Processor, shared: Row | None, chunk: Sequence) -> Tokenized:
+    def prepare(self, processor: Processor, shared: Shared, chunk: Sequence) -> Tokenized:
         """Tokenize the query with all documents. Raises InvalidInput or TokenizerError."""
         assert isinstance(processor, TextProcessor)
         (documents,) = chunk

@@ -274,7 +274,9 @@ def load_routes(
     if specs.image is not None:  # the engine of the texts also runs the images
         texts = routes[""]
         limit = texts.plan.max_input_tokens
-        processor = processor_of(path, texts.spec, limit, text, takes_texts=False)
+        processor = processor_of(
+            path, texts.spec, limit, text, takes_texts=False, texts=texts.processor
+        )
         if limit < processor.limit:
             raise ConfigError(
                 f"--max-input-length {limit} is less than the {processor.limit} tokens of an image "

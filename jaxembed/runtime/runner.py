@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,16 +30,18 @@ from jaxembed.errors import BackendError, InvalidInput, NoInputs
 from jaxembed.observability.metrics import ANSWER_STAGES, Telemetry
 from jaxembed.observability.tracing import FutureTrace, Trace, current_trace
 from jaxembed.preprocessing.images.processor import Processor
-from jaxembed.preprocessing.text import Row, TextProcessor, Tokenized, characters
+from jaxembed.preprocessing.text import TextProcessor, Tokenized, characters
 from jaxembed.preprocessing.tokenizer import SHORT_CHARACTERS, chunks
 from jaxembed.preprocessing.windows import join_chunked, join_windows
 from jaxembed.runtime.options import Embeddings, RequestStats
 from jaxembed.runtime.requests import (
     Answer,
+    AnyRequest,
+    DividedRequest,
     EncodeRequest,
-    MixedRequest,
     Request,
     Run,
+    Shared,
     excess_bytes,
 )
 
@@ -48,7 +50,7 @@ if TYPE_CHECKING:  # front-end processes import no JAX
     from jaxembed.engine.host import HostEngine
 
 Part = TypeVar("Part")  # the result of a job
-Job = Callable[[Row | None, Sequence], Part]  # called with the result of `Request.share`, a chunk
+Job = Callable[[Shared, Sequence], Part]  # called with the result of `Request.share`, a chunk
 
 # The number of jobs of one asynchronous request that are submitted at a time, for each thread. Jobs
 # of other requests run between these jobs.
@@ -310,7 +312,7 @@ class HostRunner(RequestRunner):
         request: Request,
         add: Callable[[Work], None] | None,
         trace: Trace | None,
-        shared: Row | None,
+        shared: Shared,
         chunk: Sequence,
     ) -> Run:
         """Tokenize a chunk of a request and compute it in this thread.
@@ -341,22 +343,22 @@ class Dispatcher:
     def __init__(self, runners: Mapping[str, RequestRunner], admission: Admission):
         self._runners, self.admission = runners, admission
 
-    def run(self, request: Request[Answer]) -> Answer:
+    def run(self, request: AnyRequest[Answer]) -> Answer:
         """Run a request without admission, and block until it is answered. Raises InvalidInput,
         TokenizerError or BackendError."""
-        if isinstance(request, MixedRequest):
-            return cast(Answer, self._run_parts(request))
+        if isinstance(request, DividedRequest):
+            return self._run_parts(request)
         is_long = request.route == IMAGE_ROUTE and len(request.items) > IMAGES_A_PART
         if is_long and isinstance(request, EncodeRequest):
             # the images of one part are decoded while those of another part are computed
-            return cast(Answer, self._run_parts(request.divided(IMAGES_A_PART)))
+            return self._run_parts(DividedRequest.by_size(request, IMAGES_A_PART))
         return self._runners[request.route].run(request)
 
-    def _run_parts(self, request: MixedRequest) -> Embeddings:
+    def _run_parts(self, request: DividedRequest[Answer]) -> Answer:
         """Run the parts of a request, PARTS_AT_ONCE at a time, and join their answers. An
         InvalidInput of a part is raised with the index of its input in the whole request."""
 
-        def run(index: int) -> Embeddings:
+        def run(index: int) -> Answer:
             with request.part(index) as part:
                 return self.run(part)
 
@@ -366,11 +368,11 @@ class Dispatcher:
         finally:
             threads.shutdown(cancel_futures=True)
 
-    async def run_async(self, request: Request[Answer]) -> Answer:
+    async def run_async(self, request: AnyRequest[Answer]) -> Answer:
         """Run a request without admission and without blocking the event loop. If the asyncio task
         is cancelled, queued work of the request is dropped. Raises the errors of `run`."""
-        if isinstance(request, MixedRequest):
-            return cast(Answer, await self._answer_parts(request, self.run_async))
+        if isinstance(request, DividedRequest):
+            return await self._answer_parts(request, self.run_async)
         return await self._runners[request.route].run_async(request)
 
     async def admit(
@@ -380,7 +382,7 @@ class Dispatcher:
         return self.admission.admit(cost, reservation, is_run=is_run)
 
     async def answer(
-        self, request: Request[Answer], reservation: Reservation | None = None
+        self, request: AnyRequest[Answer], reservation: Reservation | None = None
     ) -> Answer:
         """Admit a request, run it without blocking the event loop, and return its answer.
 
@@ -390,11 +392,11 @@ class Dispatcher:
         RequestTooLarge or ShuttingDown before any work, and Overloaded or RequestTooLarge also
         later, if the request needs more memory than was estimated.
         """
+        if isinstance(request, DividedRequest):
+            answer_part = partial(self.answer, reservation=reservation)
+            return await self._answer_parts(request, answer_part)
         if not request.items:
             raise NoInputs()
-        if isinstance(request, MixedRequest):
-            answer_part = partial(self.answer, reservation=reservation)
-            return cast(Answer, await self._answer_parts(request, answer_part))
         runner = self._runners[request.route]
         estimate = runner.processor.estimate(request.inputs(), request.tokenization)
         cost = request.cost(runner.spec, *estimate)
@@ -410,11 +412,13 @@ class Dispatcher:
             return answer
 
     async def _answer_parts(
-        self, request: MixedRequest, answer: Callable[[EncodeRequest], Awaitable[Embeddings]]
-    ) -> Embeddings:
+        self,
+        request: DividedRequest[Answer],
+        answer: Callable[[Request[Answer]], Awaitable[Answer]],
+    ) -> Answer:
         """Call `answer` for each part of a request, one after the other, and join the answers. An
         InvalidInput of a part is raised with the index of its input in the whole request."""
-        answers: list[Embeddings] = []
+        answers: list[Answer] = []
         for index in range(len(request.parts)):
             with request.part(index) as part:
                 answers.append(await answer(part))
@@ -433,7 +437,7 @@ def _chunks(items: Sequence) -> Iterator[tuple[int, list]]:
         first += len(chunk)
 
 
-def _run_job(job: Job[Part], shared: Row | None, chunk: Sequence, first: int) -> Part:
+def _run_job(job: Job[Part], shared: Shared, chunk: Sequence, first: int) -> Part:
     """Run a job on a chunk, whose first item has the index `first` in the request. An InvalidInput
     of the job is raised with the index of its item in the request."""
     try:

@@ -139,11 +139,19 @@ def tokenizer_threads(text: TextConfig) -> int:
 
 
 def processor_of(
-    folder: Path, spec: ModelSpec, limit: int, text: TextConfig, *, takes_texts: bool
+    folder: Path,
+    spec: ModelSpec,
+    limit: int,
+    text: TextConfig,
+    *,
+    takes_texts: bool,
+    texts: Processor | None = None,
 ) -> Processor:
     """Return the processor of a route of texts or images, whose checkpoint is in `folder`. Inputs
-    have at most `limit` tokens. Raises CheckpointError."""
+    have at most `limit` tokens. `texts` is the processor of the texts beside the images of a route,
+    if there are any. Raises CheckpointError."""
     workers = tokenizer_threads(text)
     if not takes_texts:
-        return ImageProcessor(spec, workers)
+        assert not isinstance(texts, ImageProcessor)
+        return ImageProcessor(spec, workers, texts)
     return TextProcessor(checkpoint.tokenizer_path(folder), spec, limit, text, workers)

@@ -14,10 +14,20 @@ from msgspec.structs import replace
 
 from jaxembed.checkpoints.ranges import StoredRanges, VectorKind
 from jaxembed.config import TextConfig
-from jaxembed.data.inputs import ChunkedText, ChunkSize, Image, Input, Pair, Text, Tokens
+from jaxembed.data.inputs import (
+    ChunkedText,
+    ChunkSize,
+    Content,
+    Image,
+    Input,
+    Pair,
+    Parts,
+    Text,
+    Tokens,
+)
 from jaxembed.data.outputs import OUTPUTS, REPRESENTATIONS, OutputName
 from jaxembed.data.spec import IMAGE_ROUTE, ModelSpec, Routes, Task
-from jaxembed.errors import EmptyInput, InvalidInput, UnknownRoute, WrongTask
+from jaxembed.errors import EmptyInput, InvalidInput, UnknownRoute, WrongParts, WrongTask
 from jaxembed.preprocessing.prompts import (
     PURPOSES,
     Role,
@@ -31,16 +41,23 @@ from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions
 from jaxembed.preprocessing.tokenizer import MAX_READ_CHARACTERS
 from jaxembed.preprocessing.windows import MAX_WINDOWS, MIN_CHUNK
 from jaxembed.quantise import NEEDS_RANGES, EmbeddingDtype, embedding_dtype
-from jaxembed.runtime.options import EncodeOptions, RequestedOptions, ScoreOptions
+from jaxembed.runtime.options import (
+    Embeddings,
+    EncodeOptions,
+    RequestedOptions,
+    ScoreOptions,
+    Scores,
+)
 from jaxembed.runtime.requests import (
     LOGITS,
     TOKEN_LOGITS,
+    AnyRequest,
     ComparedRequest,
     ComputeRequest,
+    DividedRequest,
     EncodeRequest,
     LateRequest,
     ListRequest,
-    MixedRequest,
     QueryRequest,
     ScoreRequest,
     TokenScoreRequest,
@@ -65,6 +82,7 @@ PAIR_FIELDS = {"instruction": "instruction", "max_document_tokens": "max_tokens_
 PER_TOKEN = {name for name, kind in OUTPUTS.items() if kind.per == "token"}
 MAX_PURPOSE = 100  # characters; the intent of a request with a longer purpose is not cached
 VECTORS: tuple[OutputName, ...] = ("dense", "multi_vector")  # outputs with dimensions to truncate
+IMAGES = {Image, Parts}  # the types of inputs with images
 IMAGE_URI = "data:image/"  # the data URI of an image begins with it
 NO_RANGES: Mapping[VectorKind, StoredRanges] = {}
 
@@ -115,10 +133,11 @@ class Tasks:
         # Many requests have equal options. `intent` does not cache long purposes and prompt texts.
         self._cached_intent = lru_cache(maxsize=64)(self._resolve)
 
-    def embed(self, inputs: Sequence[Input], options: EncodeOptions) -> EncodeRequest:
+    def embed(self, inputs: Sequence[Input], options: EncodeOptions) -> AnyRequest[Embeddings]:
         """Make the request for the embeddings of each input, in the outputs that the options name.
-        Raises WrongTask, and InvalidInput, also for images together with a prompt."""
-        with_images = Image in map(type, inputs)
+        Raises WrongTask, and InvalidInput, also for images together with a prompt if the model has
+        no template for them."""
+        with_images = not IMAGES.isdisjoint(map(type, inputs))
         return self.request(inputs, self.intent(RequestedOptions(options), with_images=with_images))
 
     def intent(self, requested: RequestedOptions, *, with_images: bool = False) -> Intent:
@@ -136,10 +155,11 @@ class Tasks:
         resolve = self._resolve if is_long else self._cached_intent
         return resolve(requested, with_images)
 
-    def request(self, inputs: Sequence[Input], intent: Intent) -> EncodeRequest:
+    def request(self, inputs: Sequence[Input], intent: Intent) -> AnyRequest[Embeddings]:
         """Make the request for the embeddings of inputs, with the result of `intent`. Raises
         InvalidInput for a text that is the data URI of an image, for a text as a document of a
-        model whose documents are images, and for token ids if the request has an instruction."""
+        model whose documents are images, for token ids if the request has an instruction, and for
+        an input of several parts that the model does not take."""
         options = intent.options
         if intent.words is not None and Tokens in map(type, inputs):
             raise InvalidInput(
@@ -160,29 +180,25 @@ class Tasks:
         if not self._takes_images:
             return plain
         _check_texts(inputs)
-        images_at = [k for k, item in enumerate(inputs) if isinstance(item, Image)]
-        texts_at = [k for k, item in enumerate(inputs) if not isinstance(item, Image)]
-        if texts_at and intent.tokenization.role == "document" and self._reads_pages:
+        self._check_parts(inputs)
+        is_image = [type(item) in IMAGES for item in inputs]
+        if not all(is_image) and intent.tokenization.role == "document" and self._reads_pages:
             raise InvalidInput(
                 f"{self._name} takes images as documents, and texts only as queries; send images"
             )
-        plain = dataclasses.replace(plain, items=[inputs[k] for k in texts_at])
-        if not images_at:
-            return plain
-        of_images = dataclasses.replace(
-            plain, items=[inputs[k] for k in images_at], route=IMAGE_ROUTE
-        )
-        if not texts_at:
-            return of_images
-        return MixedRequest(
-            inputs,
-            plain.tokenization,
-            plain.outputs,
-            plain.priority,
-            plain.options,
-            parts=(plain, of_images),
-            places=(np.array(texts_at), np.array(images_at)),
-        )
+        of_images = dataclasses.replace(plain, route=IMAGE_ROUTE)
+        return DividedRequest.by_kind(plain, of_images, is_image)
+
+    def _check_parts(self, inputs: Sequence[Input | Content]) -> None:
+        """Raise WrongParts, with the index of the input, if the model takes no input of several
+        parts."""
+        for index, item in enumerate(inputs):
+            if isinstance(item, Parts) and not self._spec.takes_parts:
+                raise WrongParts(
+                    f"{self._name} takes one text or one image as an input, not several parts; "
+                    "send each as an input of its own",
+                    index=index,
+                )
 
     def _resolve(self, requested: RequestedOptions, with_images: bool) -> Intent:
         """Resolve what a request asks for, as `intent` does, but without a cache. `with_images`
@@ -208,7 +224,7 @@ class Tasks:
                 words: options.prompt,
                 **{n: getattr(options, n) for n in ("prompt_name", "route")},
             }
-            for name, value in given.items():
+            for name, value in given.items() if self._spec.chat is None else ():
                 if value:
                     raise InvalidInput(
                         f"`{name}` is for texts, and the request has images; leave it out, and "
@@ -584,8 +600,8 @@ class Tasks:
         )
 
     def rerank(
-        self, query: str, documents: Sequence[str | Image], options: ScoreOptions
-    ) -> QueryRequest | ListRequest:
+        self, query: Content, documents: Sequence[Content], options: ScoreOptions
+    ) -> AnyRequest[Scores]:
         """Make the request for the logit of each document with the query, for a reranker, or for
         the scores of documents that the model reads together.
 
@@ -596,8 +612,12 @@ class Tasks:
         """
         if "rerank" not in SUPPORTED_TASKS[self._spec.task]:
             raise _wrong_task(self._name, self._spec, "rerank")
-        if Image in map(type, documents):
+        is_image = [type(item) in IMAGES for item in documents]
+        if type(query) in IMAGES:
+            is_image = [True] * len(documents)
+        if any(is_image):
             self.check_images()
+            _check_of_texts(options)
         if options.weights is not None:
             raise InvalidInput(
                 "`weights` are for models that compare several outputs; leave them out",
@@ -607,6 +627,7 @@ class Tasks:
             raise EmptyInput("query")
         tokenization, adapter = self._tokenization(options), self._adapter_number(options.adapter)
         if self._spec.listwise is not None:
+            assert isinstance(query, str)
             if options.max_chunks != 1:
                 raise InvalidInput(
                     "this model reads the documents of a query together and does not divide them; "
@@ -621,13 +642,15 @@ class Tasks:
                 query,
                 adapter=adapter,
             )
-        return QueryRequest(
+        pairs = QueryRequest(
             documents, tokenization, LOGITS, options.priority, options, query, adapter=adapter
         )
+        of_images = dataclasses.replace(pairs, route=IMAGE_ROUTE)
+        return DividedRequest.by_kind(pairs, of_images, is_image)
 
     def compare(
-        self, query: str, documents: Sequence[str | Image], options: ScoreOptions
-    ) -> tuple[EncodeRequest, EncodeRequest, Weights]:
+        self, query: Content, documents: Sequence[Content], options: ScoreOptions
+    ) -> tuple[AnyRequest[Embeddings], AnyRequest[Embeddings], Weights]:
         """Make the requests to rank documents by the similarity of their embeddings to the query's.
 
         Returns the request of the query, the request of the documents, and the weight of each
@@ -644,7 +667,7 @@ class Tasks:
 
     def compare_pairs(
         self, pairs: Sequence[tuple[str, str]], options: ScoreOptions
-    ) -> tuple[EncodeRequest, EncodeRequest, Weights, list[int]]:
+    ) -> tuple[AnyRequest[Embeddings], AnyRequest[Embeddings], Weights, list[int]]:
         """Make the requests to score pairs of a query and a document by their embeddings.
 
         Equal queries are computed once. Returns the request of the different queries, the request
@@ -663,8 +686,8 @@ class Tasks:
         return *compared, [index_of[query] for query, _ in pairs]
 
     def _compare(
-        self, queries: Sequence[str], documents: Sequence[str | Image], options: ScoreOptions
-    ) -> tuple[EncodeRequest, EncodeRequest, Weights]:
+        self, queries: Sequence[Content], documents: Sequence[Content], options: ScoreOptions
+    ) -> tuple[AnyRequest[Embeddings], AnyRequest[Embeddings], Weights]:
         """Make the requests that `compare` describes, for several queries that are not empty."""
         check_task(self._name, self._spec, "embed")
         for option, field in PAIR_FIELDS.items():
@@ -703,19 +726,25 @@ class Tasks:
             adapter=options.adapter,
             priority=options.priority,
         )
-        query_request = self.embed(list(map(Text, queries)), self.for_role("query", common))
+        if self._reads_pages and not all(isinstance(query, str) for query in queries):
+            raise InvalidInput(
+                f"{self._name} takes texts as queries, and images only as documents; send a text",
+                field="query",
+            )
+        try:
+            query_request = self.embed(_as_inputs(queries), self.for_role("query", common))
+        except InvalidInput as error:
+            index = error.index if len(queries) > 1 else None
+            raise error.at(index, error.field or "query") from error
         document_options = self.for_role("document", common)
-        inputs = [item if isinstance(item, Image) else Text(item) for item in documents]
-        if self._reads_pages or Image in map(type, inputs):
-            if options.max_chunks != 1:
-                raise InvalidInput(
-                    "`max_chunks_per_doc` is for texts, and the documents are images; leave it out",
-                    field="max_chunks_per_doc",
-                )
+        inputs = _as_inputs(documents)
+        if self._reads_pages or not IMAGES.isdisjoint(map(type, inputs)):
+            _check_of_texts(options)
             return query_request, self.embed(inputs, document_options), weights
         if self._takes_images:
             _check_texts(inputs)
         plain = self.embed((), document_options)  # only to resolve the options
+        assert isinstance(plain, EncodeRequest)
         tokenization = replace(
             plain.tokenization,
             max_windows=options.max_chunks,
@@ -902,6 +931,24 @@ def _check_texts(inputs: Sequence[Input]) -> None:
         if isinstance(item, Text) and item.text[: len(IMAGE_URI)].lower() == IMAGE_URI:
             raise InvalidInput(
                 "the text is a data URI of an image; send it as an image", index=index
+            )
+
+
+def _as_inputs(contents: Sequence[Content]) -> list[Input]:
+    """Return queries or documents as inputs."""
+    return [Text(item) if isinstance(item, str) else item for item in contents]
+
+
+def _check_of_texts(options: ScoreOptions) -> None:
+    """Raise InvalidInput for options that are only for texts, beside images."""
+    given = {
+        "max_chunks_per_doc": options.max_chunks != 1,
+        "max_tokens_per_doc": options.max_document_tokens is not None,
+    }
+    for field, is_given in given.items():
+        if is_given:
+            raise InvalidInput(
+                f"`{field}` is for texts, and the request has images; leave it out", field=field
             )
 
 

@@ -33,6 +33,7 @@ from jaxembed.errors import (
     UnknownPrompt,
     UnknownPurpose,
     UnknownRoute,
+    WrongParts,
     WrongTask,
 )
 from jaxembed.observability.tracing import current_trace
@@ -169,7 +170,9 @@ def refuse(error: Exception) -> Response:
     if reply.err != "inference":
         # TEI names the field without an index. TEI has no images, so messages about images may have
         # the index.
-        names_field_only = is_tei and not isinstance(error, InvalidImage | MediaUrlError)
+        names_field_only = is_tei and not isinstance(
+            error, InvalidImage | MediaUrlError | WrongParts
+        )
         message = _clipped(_message(error, (field if names_field_only else place) or "inputs"))
     elif isinstance(error, JaxembedError):
         message = f"{error} (request id {request_id})"
@@ -253,7 +256,7 @@ def _places(error: Exception) -> tuple[str | None, str | None]:
     if field is not None:
         return field, field if index is None else f"{field}[{index}]"
     if inputs is not None and index is not None:
-        return inputs.field, inputs.place(index)
+        return inputs.field, inputs.place(index, getattr(error, "part", None))
     return None, None
 
 
@@ -272,7 +275,7 @@ def _message(error: Exception, field: str) -> str:
                 f"{count}. Let the request truncate (as its route documents it) or start "
                 "the server with --auto-truncate true"
             )
-        case InvalidImage() | MediaUrlError():
+        case InvalidImage() | MediaUrlError() | WrongParts():
             return f"`{field}`: {error}"
         case InvalidChunk(reason=reason):
             return f"`{field}` {reason}"

@@ -35,8 +35,9 @@ class RequestSize(msgspec.Struct, frozen=True):
     characters: int  # Unicode code points of the texts, plus one for each token id
     field: str  # the field of the body that holds the inputs
 
-    def place(self, index: int) -> str:
-        """Return the path of the input with this index, such as `inputs[3]`."""
+    def place(self, index: int, part: int | None = None) -> str:
+        """Return the path of the input with this index, such as `inputs[3]`; `part` has no
+        effect."""
         return self.field if self.method == "single" else f"{self.field}[{index}]"
 
 

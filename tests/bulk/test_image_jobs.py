@@ -17,6 +17,8 @@ from click.testing import CliRunner
 from dual_sources import picture, png
 from fake_computation import DigestRows, table, vectors_of_digests
 from pdf_sources import pdf
+from test_families import golden
+from test_golden import write_source
 
 from jaxembed.bulk import image_rows, row_source
 from jaxembed.bulk.computations import EmbedRows
@@ -24,7 +26,9 @@ from jaxembed.bulk.image_rows import ImageColumn, ImageFiles
 from jaxembed.bulk.row_source import RowSource
 from jaxembed.bulk.run import Rows, run_job
 from jaxembed.bulk.sources import IMAGE_FILES, InputFile, input_files
+from jaxembed.checkpoints import hub
 from jaxembed.cli import cli, loading
+from jaxembed.data.inputs import Parts
 from jaxembed.errors import ConfigError, InvalidImage, InvalidInput, StoreUnreachable, WrongTask
 from jaxembed.platform import object_store
 
@@ -361,7 +365,6 @@ def test_files_that_no_decoder_reads_are_left_out_whichever_they_are(clip, tmp_p
     ("arguments", "words"),
     [
         (["photos", "rows.csv"], "and files of rows, such as rows.csv; choose one kind"),
-        (["rows.csv", "--text-column", "a", "--image-column", "b"], "a row is a text or an image"),
         (["photos/0.png", "--image-column", "b"], "0.png: image and PDF files have no columns"),
         (["photos/*.png", "--text-column", "b"], "leave --text-column out"),
         (["photos", "--image-column", "b"], "photos: there are no input files; expected names"),
@@ -369,8 +372,7 @@ def test_files_that_no_decoder_reads_are_left_out_whichever_they_are(clip, tmp_p
         (["rows.csv", "--pdf-timeout", "9"], "--pdf-timeout is for PDF files"),
         (["photos", "--id-column", "id"], "--id-column is for files of rows"),
         (["photos", "--keep", "id"], "--keep is for files of rows"),
-        (["photos", "--prompt-name", "query"], "--prompt-name is for texts"),
-        (["photos", "--default-prompt", "a"], "--default-prompt is for texts"),
+        (["rows.csv", "--pdf-text"], "--pdf-text is for PDF files"),
         (["photos", "-o", "out.npy"], "vectors of images are written as Parquet files"),
         (["none.png"], "cannot read none.png: No such file"),
     ],
@@ -381,6 +383,77 @@ def test_flags_that_do_not_fit_are_refused_before_the_model(photos, monkeypatch,
     result = CliRunner().invoke(cli, ["embed", "-o", "out", *arguments])
     assert isinstance(result.exception, ConfigError)
     assert words in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (["photos", "--prompt-name", "query"], ConfigError, "--prompt-name is for texts"),
+        (["photos", "--default-prompt", "a"], ConfigError, "--default-prompt is for texts"),
+        (["photos", "--pdf-text"], WrongTask, "takes a text or an image as an input"),
+        (
+            ["rows.csv", "--text-column", "text", "--image-column", "id"],
+            WrongTask,
+            "takes a text or an image as an input, and the rows have both",
+        ),
+    ],
+    ids=["prompt", "default", "pages", "columns"],
+)
+def test_what_a_model_does_not_take_is_refused_before_it_is_loaded(
+    clip, photos, monkeypatch, arguments, error, words
+):
+    monkeypatch.chdir(photos.parent)
+    monkeypatch.setattr(loading, "configure_jax", lambda *arguments: None)
+    monkeypatch.setattr(hub, "describe_model", lambda origin: clip.model.specs)
+    Path("rows.csv").write_text("id,text\n1,a\n")
+    result = CliRunner().invoke(cli, ["embed", "-o", "out", *arguments])
+    assert isinstance(result.exception, error)
+    assert words in str(result.exception)
+
+
+@pytest.fixture(name="chat", scope="module")
+def _chat(tmp_path_factory, load_model):
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    write_source(golden("qwen3_vl_embedder"), folder)
+    return load_model(folder, 2, 256)
+
+
+def test_a_row_of_an_image_and_a_text_is_one_input(chat, tmp_path):
+    path, pictures = tmp_path / "a.jsonl", [picture(k) for k in range(4)]
+    texts: list[Any] = ["the cat", "the dog", None, ""]
+    rows = [
+        {"id": k, "photo": uri(png(one)), "text": text}
+        for k, (one, text) in enumerate(zip(pictures, texts, strict=True))
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = ImageColumn(("photo", "text"))
+    computation = EmbedRows(chat, source, ("dense",), {"instruction": "Find it"})
+    options = {"id_column": "id", "keep": (), "on_error": "skip"}
+    summary = run(path, tmp_path / "out", computation, **options)
+    assert (summary.rows, summary.skipped) == (2, 2)
+    assert "has no value for `text`" in skipped(tmp_path / "out")[0]["reason"]
+    found = np.stack(table(tmp_path / "out")["dense"].to_numpy())
+    parts = [Parts((one, text)) for one, text in zip(pictures, texts[:2], strict=False)]
+    wanted = chat.encode(parts, instruction="Find it")
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    described = computation.describe()["model"]
+    assert described["prompts"] == chat.spec.prompts
+    digests = {source.digest((png(pictures[0]), text)) for text in texts[:2]}
+    assert len(digests | {IMAGES.digest((png(pictures[0]),))}) == 3
+
+
+def test_a_page_may_have_its_text_beside_it(chat, tmp_path):
+    text = b"BT /F1 6 Tf 2 20 Td (the cat) Tj 0 -8 Td (on a mat) Tj ET"
+    (tmp_path / "a.pdf").write_bytes(pdf([RED, BLUE], first=text))
+    source = ImageFiles(pdf_text=True)
+    files = source.files([str(tmp_path / "a.pdf")])
+    assert source.settings(files)["pdf_text"] is True
+    inputs = [source.inputs(block)[0] for _, block in source.read(files, ())]
+    assert [said for _, said in inputs] == ["the cat\non a mat", ""]
+    run(tmp_path / "a.pdf", tmp_path / "out", EmbedRows(chat, source, ("dense",), {}))
+    found = np.stack(table(tmp_path / "out")["dense"].to_numpy())
+    wanted = chat.encode([Parts(inputs[0]), inputs[1][0]])
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 def test_a_model_of_texts_is_refused_without_its_weights(tmp_path, photos, monkeypatch):

@@ -110,26 +110,44 @@ def write_embedder(folder: Path, width: int, prompts: dict[str, str], limit: int
     write_json(folder / "sentence_bert_config.json", said)
 
 
+Parts = list[str | np.ndarray]  # texts, and images as uint8 `[height, width, 3]`
+
+
+def spelled(parts: Parts, images: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The text that stands for the parts of an input, and the pixels of its images."""
+    processor, texts = Qwen2VLImageProcessorPil(**images), []
+    pictures = [Image.fromarray(part) for part in parts if not isinstance(part, str)]
+    inputs = dict(processor(pictures, return_tensors="pt")) if pictures else {}
+    grids = iter(inputs.get("image_grid_thw", ()))
+    start, end, pad = VISION_TOKENS
+    for part in parts:
+        texts.append(part if isinstance(part, str) else start + int(next(grids).prod()) // 4 * pad)
+        texts.append("" if isinstance(part, str) else end)
+    return "".join(texts), inputs
+
+
+def states_of(model: Any, ids: list[int], inputs: dict[str, Any]) -> torch.Tensor:
+    """The last hidden states of a sequence, `[tokens, width]`."""
+    rows = torch.tensor([ids])
+    is_image = (rows == model.config.image_token_id).int()
+    model.model.rope_deltas = None  # of the last image
+    return model.model(input_ids=rows, mm_token_type_ids=is_image, **inputs).last_hidden_state[0]
+
+
 def answer_of(model: Any, tokenizer: Any, limit: int, images: dict[str, Any]) -> Answer:
-    """What gives the vector of a text, or of an image as uint8 `[height, width, 3]`."""
-    processor = Qwen2VLImageProcessorPil(**images)
+    """What gives the vector of a text, of an image, or of a list of these."""
 
     @torch.no_grad()
     def answer(item: Any, options: dict[str, Any]) -> dict[str, np.ndarray]:
         asked = PROMPTS[options.get("prompt_name", DEFAULT)]
         if "instruction" in options:
             asked = completed(options["instruction"])
-        tokenizer.model_max_length, inputs = limit, {}
-        if not isinstance(item, str):
-            inputs = dict(processor(Image.fromarray(item), return_tensors="pt"))
-            start, end, pad = VISION_TOKENS
-            item = start + int(inputs["image_grid_thw"].prod()) // 4 * pad + end
+        text, inputs = spelled(item if isinstance(item, list) else [item], images)
+        tokenizer.model_max_length = limit
+        if inputs:
             tokenizer.model_max_length = model.config.text_config.max_position_embeddings
-        ids = torch.tensor([ids_of(tokenizer, asked, item)])
-        is_image = (ids == model.config.image_token_id).int()
-        model.model.rope_deltas = None  # of the last image
-        states = model.model(input_ids=ids, mm_token_type_ids=is_image, **inputs).last_hidden_state
-        return {"dense": normalize(states[0, -1], dim=0).numpy()}
+        states = states_of(model, ids_of(tokenizer, asked, text), inputs)
+        return {"dense": normalize(states[-1], dim=0).numpy()}
 
     return answer
 
@@ -150,9 +168,15 @@ def pair_ids(tokenizer: Any, query: str, document: str) -> list[int]:
     return [*ids[: -len(tail)][: tokenizer.model_max_length - len(tail)], *tail]
 
 
-def save_reranker(folder: Path, text: dict[str, Any] = TEXT) -> Callable[[str, str], float]:
-    """A reranker with the module LogitScore, and its logit of a pair."""
-    model, tokenizer = save_model(folder, text, VISION)
+def save_reranker(
+    folder: Path,
+    text: dict[str, Any] = TEXT,
+    vision: dict[str, Any] = VISION,
+    images: dict[str, Any] = IMAGES,
+) -> Callable[[Any, Any], float]:
+    """A reranker with the module LogitScore, and its logit of a pair, whose items are texts or
+    Parts."""
+    model, tokenizer = save_model(folder, text, vision, images)
     (folder / "README.md").write_text(JUDGE)
     tokenizer.model_max_length = PAIR_LIMIT
     yes, no = 70, 90
@@ -163,9 +187,12 @@ def save_reranker(folder: Path, text: dict[str, Any] = TEXT) -> Callable[[str, s
     write_json(folder / "sentence_bert_config.json", said)
 
     @torch.no_grad()
-    def judge(query: str, document: str) -> float:
-        ids = torch.tensor([pair_ids(tokenizer, query, document)])
-        logits = model(input_ids=ids).logits[0, -1]
+    def judge(query: Any, document: Any) -> float:
+        pair = [part if isinstance(part, list) else [part] for part in (query, document)]
+        (query, _), (document, _) = (spelled(parts, images) for parts in pair)
+        _, inputs = spelled([*pair[0], *pair[1]], images)
+        state = states_of(model, pair_ids(tokenizer, query, document), inputs)[-1]
+        logits = model.lm_head(state)
         return float(logits[yes] - logits[no])
 
     return judge

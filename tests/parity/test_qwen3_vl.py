@@ -7,10 +7,11 @@ import pytest
 from golden import qwen3_vl
 from golden.families import sized
 from golden.qwen3_vl import IMAGES, LIMIT, PROMPTS, TEXT, VISION
-from PIL import Image
+from PIL import Image as Pictures
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from converters.vision.image_rules import read_rules
+from jaxembed.data.inputs import Image, Parts
 from jaxembed.preprocessing.images.decode import to_pillow
 from jaxembed.preprocessing.images.prepare import prepare_image
 from parity import sentences
@@ -41,6 +42,14 @@ TEXTS = [*sentences.WEIRD, *sentences.ENGLISH[:5]]
 QUERY = "What is the capital of China?"
 SIDES = [(64, 96), (300, 100), (84, 280), (20, 30), (7, 1000), (500, 350)]
 BUCKETS = [(1, 512), (2, 1024)]
+SMALL = np.random.default_rng(7).integers(0, 256, (40, 40, 3), dtype=np.uint8)
+# Inputs of several parts: texts and images in several orders, also neighbouring images.
+MIXED: list[qwen3_vl.Parts] = [
+    [np.full((90, 50, 3), 200, np.uint8), "A grey page"],
+    ["Ein Bild:", SMALL, " und noch eins\n", SMALL[::-1]],
+    [SMALL, SMALL[:, ::-1]],
+    ["before", SMALL, "after"],
+]
 
 
 def colours_of(sides: tuple[int, int], seed: int = 0) -> np.ndarray:
@@ -52,7 +61,7 @@ def test_pixels_are_those_of_the_processor():
     rules = read_rules(PUBLISHED, PATCH)
     for sides in SIZES:
         colours = colours_of(sides)
-        made = processor(Image.fromarray(colours), **UNCHANGED, return_tensors="np")
+        made = processor(Pictures.fromarray(colours), **UNCHANGED, return_tensors="np")
         wanted = as_ours(np.asarray(made["pixel_values"]).astype(np.uint8), PATCH)
         np.testing.assert_array_equal(prepare_image(to_pillow(colours), rules), wanted)
 
@@ -91,9 +100,36 @@ def test_vectors_of_images_are_those_of_transformers(saved, ours, note):
     assert_within(float(np.abs(got - wanted).max()), note, "components")
 
 
+def as_parts(parts: qwen3_vl.Parts) -> Parts:
+    return Parts(tuple(part if isinstance(part, str) else Image(part) for part in parts))
+
+
+@pytest.mark.parametrize("options", [{}, {"instruction": "Find it"}], ids=["default", "words"])
+def test_vectors_of_several_parts_are_those_of_transformers(saved, ours, options, note):
+    got = ours.encode([as_parts(parts) for parts in MIXED], **options)
+    wanted = np.stack([saved[1](parts, options)["dense"] for parts in MIXED])
+    assert np.abs(wanted[1:] - wanted[:-1]).max(axis=1).min() > 1e-3
+    assert_within(float(np.abs(got - wanted).max()), note, "components")
+
+
+@pytest.mark.parametrize("sizes", EACH)
+def test_scores_of_images_are_those_of_transformers(sizes, tmp_path, make_embedder, note):
+    judge = qwen3_vl.save_reranker(tmp_path, *sizes[:3])
+    ours = make_embedder(tmp_path, BUCKETS)
+    documents = [*MIXED, "a text", [MIXED[0][0]], [SMALL]]
+    for query in (QUERY, [SMALL], ["Which one?", SMALL]):
+        listed = [as_parts(one) if isinstance(one, list) else one for one in documents]
+        asked = query if isinstance(query, str) else as_parts(query)
+        found = ours.rerank(asked, listed, raw_scores=True)
+        got = np.array([one.score for one in sorted(found, key=lambda one: one.index)])
+        wanted = np.array([judge(query, one) for one in documents])
+        assert wanted.std() > 0.01
+        assert_within(float(np.abs(got - wanted).max() / np.abs(wanted).max()), note, "logits")
+
+
 @pytest.mark.parametrize("sizes", EACH)
 def test_scores_of_pairs_are_those_of_transformers(sizes, tmp_path, make_embedder, note):
-    judge = qwen3_vl.save_reranker(tmp_path, sizes[0])
+    judge = qwen3_vl.save_reranker(tmp_path, *sizes[:3])
     found = make_embedder(tmp_path, BUCKETS).rerank(QUERY, TEXTS, raw_scores=True)
     got = np.array([one.score for one in sorted(found, key=lambda one: one.index)])
     wanted = np.array([judge(QUERY, text) for text in TEXTS])

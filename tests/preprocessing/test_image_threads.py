@@ -83,8 +83,8 @@ def test_a_small_image_does_not_wait_for_large_ones(gate, make):
 
 
 def test_large_images_share_their_room(gate, make, monkeypatch):
-    one = make(1)._bytes(Image(LARGE))
-    assert one > images.SMALL_BYTES > make(1)._bytes(Image(SMALL))
+    one = make(1)._facts_of_image(Image(LARGE)).memory_bytes
+    assert one > images.SMALL_BYTES > make(1)._facts_of_image(Image(SMALL)).memory_bytes
     monkeypatch.setattr(images, "MAX_BYTES", 2 * one + 1000)
     processor = make(4)
     large = [job(processor, LARGE) for _ in range(4)]

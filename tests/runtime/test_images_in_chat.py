@@ -17,9 +17,18 @@ from test_golden import write_source
 from test_server_openai import ask
 
 from converters import outline
-from jaxembed.data.inputs import Image
-from jaxembed.errors import CheckpointError, InvalidInput, UnsupportedModel
+from jaxembed.data.inputs import Image, Parts
+from jaxembed.errors import (
+    CheckpointError,
+    EmptyInput,
+    InputTooLong,
+    InvalidImage,
+    InvalidInput,
+    UnsupportedModel,
+    WrongParts,
+)
 from jaxembed.preprocessing.images.prepare import image_positions, max_tokens
+from jaxembed.runtime.options import EncodeOptions
 from jaxembed.server.registry.models import Models
 
 Pillow = pytest.importorskip("PIL.Image")
@@ -32,6 +41,10 @@ def write(folder: Path, **config: Any) -> Path:
     write_source(golden("qwen3_vl_embedder"), folder)
     change_json(folder / "config.json", **config)
     return folder
+
+
+def of_image(tokens: int) -> str:
+    return f"<|vision_start|>{'<|image_pad|>' * tokens}<|vision_end|>"
 
 
 def data_uri(colours: np.ndarray) -> str:
@@ -71,18 +84,79 @@ def test_vectors_do_not_depend_on_the_bucket(embedder, images, tmp_path, load_mo
         np.testing.assert_allclose(got, wanted, atol=2e-6)
 
 
-def test_an_image_is_between_the_tokens_of_the_chat(embedder):
-    rules = embedder.spec.image
+def read(embedder, item: Any, **options: Any) -> Any:
+    """The request of an input, and the sequence that the model reads."""
+    request = embedder.model.tasks.embed([item], EncodeOptions(**options))
     processor = embedder.model.routes["image"].processor
-    (encoding,) = processor.encode([Image(picture(0, 16, 24))], None).work.encodings
-    assert encoding.length == len(rules.before) + 6 + len(rules.after) <= max_tokens(rules)
+    (encoding,) = processor.encode([item], request.tokenization).work.encodings
+    return encoding
+
+
+def shown(embedder, encoding: Any) -> str:
     file = embedder.model.main.text_processor._tokenizer.file
-    assert file.decode(encoding.ids.tolist(), skip_special_tokens=False) == (
-        "<|im_start|>system\nRepresent the user's input.<|im_end|>\n<|im_start|>user\n"
-        f"<|vision_start|>{'<|image_pad|>' * 6}<|vision_end|><|im_end|>\n<|im_start|>assistant\n"
+    return file.decode(encoding.ids.tolist(), skip_special_tokens=False)
+
+
+def framed(user: str, system: str = "Represent the user's input.") -> str:
+    return (
+        f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n"
+        f"{user}<|im_end|>\n<|im_start|>assistant\n"
     )
-    places = image_positions(16, 24, rules)
-    assert places[:, 3:].tolist() == [[2, 3]] * encoding.length
+
+
+def test_an_image_is_between_the_tokens_of_the_chat(embedder):
+    encoding = read(embedder, Image(picture(0, 16, 24)))
+    assert shown(embedder, encoding) == framed(of_image(6))
+    processor = embedder.model.routes["image"].processor
+    around = encoding.length - 8
+    assert processor.limit == max_tokens(embedder.spec.image) + around
+    places = encoding.pixels[around - 4 :, :5]  # the template ends with five tokens and the image
+    assert image_positions(16, 24, embedder.spec.image)[:, 3:].tolist() == [[2, 3]] * 8
+    assert places[-1].tolist() == [-3, -3, -3, 0, 0]
+
+
+def test_parts_are_read_in_order_and_count_their_positions(embedder):
+    images = [Image(picture(seed, 16, 24)) for seed in range(2)]
+    parts = Parts(("a", "b", images[0], images[1], " c"))
+    encoding = read(embedder, parts, instruction="Find it")
+    assert shown(embedder, encoding) == framed(f"a\nb{of_image(6) * 2} c", "Find it.")
+    starts = np.flatnonzero(encoding.ids == embedder.spec.image.token_id).reshape(2, 6)[:, 0]
+    of_images = [encoding.pixels[start : start + 6] for start in starts]
+    moved = of_images[1][:, :3] - of_images[0][:, :3]
+    assert (moved == 3 - 6).all()  # an image of six tokens counts as three positions
+    assert (encoding.pixels[: starts[0], :3] == 0).all()
+    assert (encoding.pixels[starts[1] + 6 :, :3] == 2 * (3 - 6)).all()
+
+
+def test_a_long_text_beside_an_image_is_cut_at_its_end(embedder):
+    image = Image(picture(0, 16, 24))
+    encoding = read(embedder, Parts(("the cat sat " * 200, image, "on the mat")))
+    text = shown(embedder, encoding)
+    assert encoding.length == embedder.max_input_tokens
+    assert text.startswith(framed("the cat sat the").partition("the<|im_end|>")[0])
+    assert f"{of_image(6)}o<|im_end|>" in text  # one token of the last text stays
+    long = Parts(("the cat sat " * 200, image))
+    with pytest.raises(InputTooLong):
+        read(embedder, long, truncate=False)
+    with pytest.raises(WrongParts):
+        read(embedder, long, truncation_side="left")
+
+
+@pytest.mark.parametrize(
+    ("parts", "error", "part"),
+    [
+        (("a", ""), EmptyInput, 1),
+        (("a", Image(b"no image")), InvalidImage, 1),
+        ((Image(picture(0, 40, 24)),) * 40, WrongParts, None),
+        (("<|image_pad|>", Image(picture(0, 16, 24))), InvalidInput, None),
+    ],
+    ids=["empty", "damaged", "too-many", "token"],
+)
+def test_a_bad_part_is_refused(embedder, parts, error, part):
+    image = Image(picture(0, 16, 24))
+    with pytest.raises(error) as caught:
+        embedder.encode([image, Parts((image, "a")), Parts(parts)])
+    assert (caught.value.index, caught.value.part) == (2, part)
 
 
 def test_http_embeds_images_and_ranks_them_beside_texts(embedder, images):
@@ -101,20 +175,102 @@ def test_http_embeds_images_and_ranks_them_beside_texts(embedder, images):
     assert [scores[0], scores[1]] == pytest.approx(list(wanted @ query), abs=1e-5)
 
 
-def test_the_reranker_refuses_images_in_pairs(tmp_path, load_model, images):
+def parts_over_http(uri: str) -> list[tuple[str, dict[str, Any]]]:
+    """The forms of an input of the text "the cat" and an image, with the paths of their routes."""
+    image = {"type": "image_url", "image_url": {"url": uri}}
+    content = [image, {"type": "text", "text": "the cat"}]
+    voyage = [{"type": "image_base64", "image_base64": uri}, content[1]]
+    return [
+        ("/v1/embeddings", {"messages": [{"role": "user", "content": content}]}),
+        ("/v1/embeddings", {"input": [{"text": "the cat", "image": uri}]}),
+        ("/v2/embed", {"inputs": [{"content": content}], "embedding_types": ["float"]}),
+        ("/v1/multimodalembeddings", {"inputs": [{"content": voyage}]}),
+    ]
+
+
+def test_http_takes_several_parts_in_every_form(embedder, images):
+    models, wanted = Models([embedder.model], {embedder.name: ["vl"]}), None
+    wanted = embedder.encode([Parts((Image(images[0]), "the cat"))])[0]
+    for path, asked in parts_over_http(data_uri(images[0])):
+        response, body = ask(asked, path=path, models=models)
+        assert response.status_code == 200, body
+        found = (
+            body["embeddings"]["float"]
+            if "embeddings" in body
+            else [one["embedding"] for one in body["data"]]
+        )
+        np.testing.assert_allclose(found, [wanted], atol=2e-6)
+        assert int(response.headers["x-compute-characters"]) == len("the cat")
+
+
+def test_a_system_message_is_the_prompt(embedder, images):
+    models, uri = Models([embedder.model], {embedder.name: ["vl"]}), data_uri(images[0])
+    user = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": uri}}]}
+    asked = {"messages": [{"role": "system", "content": "Find it."}, user]}
+    response, body = ask(asked, path="/v1/embeddings", models=models)
+    assert response.status_code == 200, body
+    wanted = embedder.encode(images=[images[0]], instruction="Find it")
+    np.testing.assert_allclose([body["data"][0]["embedding"]], wanted, atol=2e-6)
+    response, body = ask(asked | {"prompt": "a"}, path="/v1/embeddings", models=models)
+    assert (response.status_code, body["error"]["param"]) == (400, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "place"),
+    [
+        ("/v1/embeddings", {"input": ["a", {"text": "a", "image": "AAAA"}]}, "input[1].image"),
+        ("/v1/rerank", {"query": {"image": "AAAA"}, "documents": ["a"]}, "query"),
+        (
+            "/v1/rerank",
+            {"query": {"image": "AA", "text": "b"}, "documents": ["a"]},
+            "query.image",
+        ),
+        (
+            "/v1/rerank",
+            {
+                "query": "a",
+                "documents": [
+                    "b",
+                    {
+                        "content": [
+                            {"type": "text", "text": "a"},
+                            {"type": "image_url", "image_url": "http://10.0.0.1/a.png"},
+                        ]
+                    },
+                ],
+            },
+            "documents[1].content[1]",
+        ),
+    ],
+    ids=["input", "query", "part", "url"],
+)
+def test_http_names_the_part_that_is_refused(embedder, path, asked, place):
+    models = Models([embedder.model], {embedder.name: ["vl"]})
+    response, body = ask(asked, path=path, models=models)
+    assert response.status_code == 400
+    assert body["error"]["param"] == place
+    assert body["error"]["message"].startswith(f"`{place}`: ")
+
+
+def test_the_reranker_takes_images_on_both_sides(tmp_path, load_model, images):
     write_source(golden("qwen3_vl_reranker"), tmp_path / "model")
     reranker = load_model(tmp_path / "model", 1, 512)
     models = Models([reranker.model], {reranker.name: ["vl"]})
-    asked = {"query": "a", "documents": ["b", {"image": data_uri(images[0])}]}
+    uris = [data_uri(image) for image in images[:2]]
+    documents = ["b", {"image": uris[0]}, {"text": "a", "image": uris[1]}]
+    ours = ["b", Image(images[0]), Parts((Image(images[1]), "a"))]
+    both = {"image": uris[0], "text": "a"}, Parts((Image(images[0]), "a"))
+    for query, asked in (("a", "a"), both):
+        sent = {"query": query, "documents": documents}
+        response, body = ask(sent, path="/v1/rerank", models=models)
+        assert response.status_code == 200, body
+        found = {one["index"]: one["relevance_score"] for one in body["results"]}
+        wanted = {one.index: one.score for one in reranker.rerank(asked, ours)}
+        assert found == pytest.approx(wanted, abs=1e-5)
+        assert len({round(score, 5) for score in found.values()}) == 3
+    asked = {"query": "a", "documents": documents, "max_chunks_per_doc": 2}
     response, body = ask(asked, path="/v1/rerank", models=models)
-    assert response.status_code == 400
-    assert body["error"]["param"] == "documents"
-    assert "takes texts and no images in pairs; send texts" in body["error"]["message"]
-
-
-def test_an_instruction_beside_images_is_refused(embedder, images):
-    with pytest.raises(InvalidInput, match="`instruction` is for texts"):
-        embedder.encode(images=images, instruction="Find it")
+    assert (response.status_code, body["error"]["param"]) == (400, "max_chunks_per_doc")
 
 
 def test_an_image_has_the_tokens_of_the_authors_code(tmp_path):

@@ -121,9 +121,10 @@ def test_messages_of_vllm(clip, vectors, content):
         ({}, "`input` (or `messages`)"),
         ({"input": ["w1"]} | message("w1"), "has `input` and `messages`"),
         ({"messages": [{"role": "system", "content": "w1"}]}, "one message of the role `user`"),
-        (message([{"type": "text", "text": "w1"}, IMAGE]), "either one image or only texts"),
+        (message([{"type": "text", "text": "w1"}, IMAGE]), "`messages[0].content`: "),
         (message([{"type": "video_url"}]), "video_url"),
-        ({"input": [{"image": URIS[0], "text": "w1"}]}, "`text` or `image`"),
+        ({"input": ["w1", {"image": URIS[0], "text": "w1"}]}, "`input[1]`: "),
+        ({"input": [{"image": URIS[0], "text": ""}]}, "and neither empty"),
         ({"input": [{"image": ""}]}, "cannot be empty"),
         ({"input": [{"image": "%%"}]}, "is not base64"),
         ({"input": [{"image": BARE[0][:80]}]}, "`input[0]`: a file of 60 bytes"),
@@ -191,7 +192,9 @@ def test_inputs_of_cohere(clip, vectors, path, url):
     close(answer["embeddings"]["float"], wanted)
     assert answer["texts"] == ["w1\nw2"]
     both = [{"content": inputs[0]["content"] + inputs[1]["content"]}]
-    assert "has its own vector" in post(clip, {"inputs": both}, path, status=400)["message"]
+    refused = post(clip, {"inputs": both}, path, status=400)["message"]
+    assert refused.startswith("`inputs[0]`: ")
+    assert "takes one text or one image" in refused
 
 
 def test_inputs_of_voyage(clip, vectors):
@@ -213,7 +216,7 @@ def test_inputs_of_voyage(clip, vectors):
         close(got, vectors[0])
     both = [{"content": inputs[0]["content"] + inputs[1]["content"]}]
     refused = post(clip, {"inputs": both}, "/v1/multimodalembeddings", status=400)
-    assert "inputs[0].content" in refused["error"]["message"]
+    assert "inputs[0]`: " in refused["error"]["message"]
 
 
 def test_a_large_image_is_decoded_and_a_body_over_the_limit_is_refused(clip):
@@ -269,9 +272,14 @@ def test_documents_that_are_no_pages_are_refused(colpali):
     body = {"query": "w1", "documents": [{"image": URIS[0]}], "return_documents": True}
     answer = post(colpali, body, "/v1/rerank", 400)
     assert "`return_documents` supports only texts" in answer["error"]["message"]
+    for query in ({"image": URIS[0]}, {"content": [IMAGE, IMAGE]}):
+        answer = post(colpali, {"query": query, "documents": ["a text"]}, "/v1/rerank", 400)
+        assert "takes texts as queries" in answer["error"]["message"]
     for document, words in (
-        ({}, "an object with either `text` or `image`"),
-        ({"text": "a", "image": URIS[0]}, "an object with either `text` or `image`"),
+        ({}, "an object with `text`, `image` or both"),
+        ({"text": "a", "image": URIS[0]}, "`documents[1]`: "),
+        ({"content": []}, "`content` with at least one part"),
+        ({"content": [{"type": "text", "text": "a"}], "text": "a"}, "`content` with at least one"),
         ({"image": "data:image/png;base64,aaaa"}, "documents[1]"),
     ):
         body = {"query": "w1", "documents": [{"image": URIS[0]}, document]}

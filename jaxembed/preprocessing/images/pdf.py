@@ -38,9 +38,11 @@ KEEPS_MEMORY = {
     ":glibc.malloc.hugetlb=1"
 }
 START_S = 60.0  # the time limit for starting the process, even on a busy machine
-MAX_REPLY_BYTES = 65_536
+MAX_TEXT = 100_000  # characters of a page, which JSON spells in up to six bytes each
+MAX_REPLY_BYTES = 65_536 + 6 * MAX_TEXT
 COPIED_BYTES = 16 * 2**20  # a PDF file is copied in pieces of this size
 OPENING, RENDERING, CLOSING = "opening the file", "rendering the page", "closing the file"
+READING = "reading the text of the page"
 MALFORMED_REPLY = "its reply is malformed"
 _MODULE = "jaxembed.preprocessing.images.pdf_renderer"
 
@@ -91,6 +93,13 @@ class PdfFile:
             assert self._renderer is not None, "the file is closed"
             return self._renderer.render(page, dpi, max_pixels, self.timeout_s)
 
+    def text(self, page: int) -> str:
+        """Return the text of a page, "" if it has none. `page` is the index of the page, from 0.
+        Raises the errors of `render`, also for a text of more than MAX_TEXT characters."""
+        with self._lock:
+            assert self._renderer is not None, "the file is closed"
+            return self._renderer.text(page, self.timeout_s)
+
     def close(self) -> None:
         """Close the file, and keep its rendering process for the next file."""
         with self._lock:
@@ -106,6 +115,7 @@ class _Reply(msgspec.Struct):
     pages: int = 0
     height: int = 0
     width: int = 0
+    text: str = ""
     refused: str | None = None  # what is wrong with the PDF file
     failed: str | None = None  # what is wrong with this machine
 
@@ -177,6 +187,13 @@ class _Renderer:
             except ValueError as error:  # the shared file is shorter than the reply says
                 raise self._malformed_reply(RENDERING) from error
         return np.frombuffer(self._colours, np.uint8).reshape(shape).copy()
+
+    def text(self, page: int, timeout_s: float) -> str:
+        """Return the text of a page as `PdfFile.text` does, in a new process if none is running."""
+        if not self._is_running:
+            self.open(timeout_s)
+        request = {"do": "text", "page": page, "max_text": MAX_TEXT}
+        return self._ask(request, timeout_s, READING).text
 
     def unload(self, timeout_s: float) -> None:
         """Close the PDF file, and empty the shared file."""

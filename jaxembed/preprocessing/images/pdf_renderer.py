@@ -136,6 +136,19 @@ class _Renderer:
             raise InvalidImage(f"the page is damaged: {error}") from error
         return {"height": height, "width": width}
 
+    def _text(self, page: int, max_text: int) -> dict[str, str]:
+        """Return the text of a page, without white space around it. Raises InvalidImage if the page
+        is damaged or has more than `max_text` characters."""
+        try:
+            with closing(self._document[page]) as opened, closing(opened.get_textpage()) as found:
+                if (count := found.count_chars()) > max_text:
+                    raise InvalidImage(f"the page has {count} characters; the limit is {max_text}")
+                text = found.get_text_range()
+        except pypdfium2.PdfiumError as error:
+            raise InvalidImage(f"the page is damaged: {error}") from error
+        # PDFium writes U+FFFE for a hyphen at the end of a line
+        return {"text": text.replace("\r\n", "\n").replace("\ufffe", "-").strip()}
+
     def _bitmap(self, width: int, height: int, format: int, rev_byteorder: bool) -> Any:
         """Return a PDFium bitmap whose pixels are in the shared file. The arguments are those of
         pypdfium2's `bitmap_maker`. Raises OSError if the disk is full."""

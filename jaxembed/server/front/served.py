@@ -66,8 +66,14 @@ class RemoteModel(ServedModel[ServedRoute]):
         for name, route in facts.routes.items():
             spec = facts.specs.specs[route.stored_as]
             folder = checkpoint.route_path(path, route.stored_as)
+            texts = routes.get("") if spec.takes_texts and not route.takes_texts else None
             processor = processor_of(
-                folder, spec, route.max_input_tokens, text, takes_texts=route.takes_texts
+                folder,
+                spec,
+                route.max_input_tokens,
+                text,
+                takes_texts=route.takes_texts,
+                texts=texts and texts.processor,
             )
             runner = RemoteRunner(processor, telemetry, spec, name)
             routes[name] = ServedRoute(spec, processor, runner, route.device_name, route.dtype)

@@ -4,14 +4,15 @@ A route for embeddings calls `accept`, which resolves what the request asks for 
 then `embed_inputs`. Afterwards `Meter.answer` times and counts the response.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from jaxembed.data.inputs import Image, Input, Text
+from jaxembed.data.inputs import Content, Input, Text
 from jaxembed.errors import InvalidChunk, InvalidInput
 from jaxembed.runtime.options import (
     Embeddings,
@@ -21,18 +22,20 @@ from jaxembed.runtime.options import (
     Scores,
     TokenScores,
 )
-from jaxembed.runtime.requests import Answer, Request
+from jaxembed.runtime.requests import Answer, AnyRequest
 from jaxembed.runtime.similarity import compare_first, compare_outputs
 from jaxembed.runtime.tasks import Intent
 from jaxembed.server.meter import Meter
 from jaxembed.server.pipeline.body import (
-    ImageSource,
     RequestChunks,
     RequestInputs,
     RequestTexts,
+    Source,
+    as_input,
+    characters_of,
     check_batch,
+    image_files,
     read_images,
-    text_or_image,
 )
 
 
@@ -58,7 +61,8 @@ def accept(
     meter.accept(inputs)
     if meter.adapter is not None:
         requested = replace(requested, options=replace(requested.options, adapter=meter.adapter))
-    return meter.loaded.tasks.intent(requested, with_images=ImageSource in map(type, inputs.items))
+    has_images = isinstance(inputs, RequestInputs) and inputs.has_images
+    return meter.loaded.tasks.intent(requested, with_images=has_images)
 
 
 async def embed_inputs(
@@ -74,9 +78,7 @@ async def embed_inputs(
             raise error.at(
                 index=None, field=inputs.chunk_place(error.index or 0, error.chunk)
             ) from error
-    items = inputs.items
-    if ImageSource in map(type, items):
-        items = await _read_images(meter, inputs)
+    items = await _read_images(meter, inputs)
     return await _answer(meter, meter.loaded.tasks.request(cast(Sequence[Input], items), intent))
 
 
@@ -130,8 +132,8 @@ async def score_tokens(meter: Meter, inputs: RequestInputs, options: ScoreOption
 
 async def score_documents(
     meter: Meter,
-    query: str,
-    documents: Sequence[str | ImageSource],
+    query: Source,
+    documents: Sequence[Source],
     options: ScoreOptions,
     *,
     field: str,
@@ -143,38 +145,47 @@ async def score_documents(
     names the refused field, and the errors of `Dispatcher.answer`.
     """
     check_batch(len(documents))
-    characters = len(query) * len(documents)  # TEI counts the query once per document
-    characters += sum(len(text) for text in documents if isinstance(text, str))
-    inputs = RequestInputs("batch", characters, field, list(map(text_or_image, documents)))
+    # TEI counts the query once per document
+    characters = characters_of(query) * len(documents) + sum(map(characters_of, documents))
+    inputs = RequestInputs("batch", characters, field, list(map(as_input, documents)))
+    of_query = RequestInputs("single", 0, "query", [as_input(query)])
     meter.accept(inputs)
     options = replace(options, adapter=meter.adapter)
-    tasks, items = meter.loaded.tasks, inputs.items
-    if ImageSource in map(type, documents):
-        if meter.loaded.spec.task != "embed":
-            raise InvalidInput(
-                f"`{field}` has images, and {meter.loaded.name} takes texts and no images in "
-                "pairs; send texts",
-                field=field,
-            )
+    tasks = meter.loaded.tasks
+    if inputs.has_images or of_query.has_images:
         tasks.check_images()
-        items = await _read_images(meter, inputs)
-    contents = [item.text if isinstance(item, Text) else cast(Image, item) for item in items]
+    with _about(of_query):
+        (asked,) = _contents(await _read_images(meter, of_query))
+    contents = _contents(await _read_images(meter, inputs))
     if meter.loaded.spec.task != "embed":
-        return await _answer(meter, tasks.rerank(query, contents, options))
-    query_request, documents_request, weights = tasks.compare(query, contents, options)
-    try:
-        of_query = await _answer(meter, query_request)
-    except InvalidInput as error:
-        raise error.at(index=None, field=error.field or "query") from error
-    try:
-        of_documents = await _answer(meter, documents_request)
-    except InvalidInput as error:
-        raise error.at(error.index, error.field or field) from error
+        with _about(of_query, only="query"):
+            return await _answer(meter, tasks.rerank(asked, contents, options))
+    with _about(of_query, only="query"):
+        query_request, documents_request, weights = tasks.compare(asked, contents, options)
+    with _about(of_query):
+        query_answer = await _answer(meter, query_request)
+    answer = await _answer(meter, documents_request)
     runner = meter.loaded.runner
-    return await runner.off_loop(compare_outputs, of_query, of_documents, weights, contents)
+    return await runner.off_loop(compare_outputs, query_answer, answer, weights, contents)
 
 
-async def _answer(meter: Meter, request: Request[Answer]) -> Answer:
+@contextmanager
+def _about(inputs: RequestInputs, only: str | None = None) -> Iterator[None]:
+    """Let errors of the `with` block that name no field, or only those with the field `only`, name
+    the single one of the `inputs`, or its refused part."""
+    try:
+        yield
+    except InvalidInput as error:
+        if error.field != only:
+            raise
+        raise error.at(index=None, field=inputs.place(0, error.part)) from error
+
+
+def _contents(items: Sequence[Input]) -> list[Content]:
+    return [item.text if isinstance(item, Text) else cast(Content, item) for item in items]
+
+
+async def _answer(meter: Meter, request: AnyRequest[Answer]) -> Answer:
     """Run a request on the model that the meter has leased, and return the answer."""
     meter.route = request.route
     return await meter.loaded.answer(request, meter.reservation)
@@ -182,6 +193,8 @@ async def _answer(meter: Meter, request: Request[Answer]) -> Answer:
 
 async def _read_images(meter: Meter, inputs: RequestInputs) -> Sequence[Input]:
     """Return the inputs with the bytes of their images, and keep these bytes in the meter."""
+    if not inputs.has_images:
+        return cast(Sequence[Input], inputs.items)
     items = await read_images(inputs.items, meter.reservation)
-    meter.images = [item.data for item in items if isinstance(item, Image)]
+    meter.images = [*meter.images, *image_files(items)]
     return items

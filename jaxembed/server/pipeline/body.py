@@ -11,7 +11,18 @@ import msgspec
 from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout, UnsupportedMediaType
 
 from jaxembed.config import ServerConfig
-from jaxembed.data.inputs import ChunkedText, Image, Input, Pair, Priority, Text, Tokens
+from jaxembed.data.inputs import (
+    ChunkedText,
+    Content,
+    Image,
+    Input,
+    Pair,
+    Parts,
+    Priority,
+    Text,
+    Tokens,
+    parts_of,
+)
 from jaxembed.engine.admission import Reservation
 from jaxembed.errors import (
     BatchTooLarge,
@@ -41,6 +52,7 @@ CONCURRENT_IMAGES = 4  # images of one request that are read at the same time
 MAX_PIXELS_A_REQUEST = 20 * MAX_PIXELS
 DECODED_AT_ONCE = 16 * 1024  # characters of base64 decoded on the event loop, in about 20 us
 MAX_CONTENT = 2048  # maximum parts of one input, each a text or an image
+NO_PARTS = "an input needs at least one part, and `content` is empty"
 
 # Fields that hold a list of values and not of inputs. Such a list may have MAX_VALUES items, which
 # is more than there are valid values.
@@ -70,21 +82,37 @@ class ImageSource(msgspec.Struct, frozen=True):
     bare: bool = False
 
 
+class PartsSource(msgspec.Struct, frozen=True):
+    """An input of several parts, at least one of which is an image. `places` are the paths of the
+    parts in the input."""
+
+    parts: tuple[str | ImageSource, ...]
+    places: tuple[str, ...]
+
+
+Source = str | ImageSource | PartsSource
+IMAGES = {ImageSource, PartsSource}  # the types of sources with images
+
+
 class TextOrImage(msgspec.Struct):
-    """The base of objects that hold a text, or an image as a URL, a data URI or base64. Raises
-    ValueError for an object with both or neither."""
+    """The base of objects that hold a text, an image as a URL, a data URI or base64, or both.
+    Raises ValueError for an object with neither, or with an empty one beside the other."""
 
     text: str | None = None
     image: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.text is None) == (self.image is None):
-            raise ValueError("Expected an object with either `text` or `image`")
+        given = [item for item in (self.text, self.image) if item is not None]
+        if not given or (len(given) > 1 and not all(given)):
+            raise ValueError("Expected an object with `text`, `image` or both, and neither empty")
 
     @property
-    def source(self) -> str | ImageSource:
-        """The text, or the image."""
-        return self.text or "" if self.image is None else ImageSource(self.image, bare=True)
+    def source(self) -> Source:
+        """The text, the image, or the image and then the text."""
+        if self.image is None:
+            return self.text or ""
+        image = ImageSource(self.image, bare=True)
+        return image if self.text is None else PartsSource((image, self.text), (".image", ".text"))
 
 
 class TypedInput(msgspec.Struct, forbid_unknown_fields=True):
@@ -144,48 +172,58 @@ class ContentItem(msgspec.Struct):
         return ImageSource(url.url if isinstance(url, ImageUrl) else url or "")
 
 
-class Content(msgspec.Struct):
-    """The parts of one input."""
+class PartsInput(msgspec.Struct):
+    """An input that consists of parts. Raises ValueError if there is none."""
 
     content: list[ContentItem]
 
+    def __post_init__(self) -> None:
+        if not self.content:
+            raise ValueError(NO_PARTS)
 
-def only_part(parts: Sequence[ContentItem], place: str) -> str | ImageSource:
-    """Combine the parts of one input into one text or image. Texts are joined as lines. `place` is
-    the path of the parts in the body. Raises InvalidInput if there is no part, or an image beside
-    other parts."""
-    sources = [part.source for part in parts]
-    texts = [source for source in sources if isinstance(source, str)]
-    if sources and len(texts) == len(sources):
-        return "\n".join(texts)
-    if len(sources) != 1:
-        raise InvalidInput(
-            f"`{place}` has {counted(len(sources), 'part')}; an input must be either one image "
-            "or only texts",
-            field=place,
-        )
-    return sources[0]
+    @property
+    def source(self) -> Source:
+        """The joined texts, the image, or all parts."""
+        return joined_parts([part.source for part in self.content], ".content")
+
+
+def joined_parts(parts: Sequence[str | ImageSource], place: str = "") -> Source:
+    """Combine the parts of one input, at least one. Texts without an image are joined as lines.
+    `place` is the path of the parts in the input."""
+    if ImageSource not in map(type, parts):
+        return "\n".join(cast(Sequence[str], parts))
+    if len(parts) == 1:
+        return parts[0]
+    return PartsSource(tuple(parts), tuple(f"{place}[{k}]" for k in range(len(parts))))
 
 
 async def read_images(
-    items: Sequence[Input | ImageSource], reservation: Reservation
+    items: Sequence[Input | ImageSource | PartsSource], reservation: Reservation
 ) -> list[Input]:
-    """Return the inputs, with each ImageSource replaced by an Image that has the bytes of the file.
-    Memory is reserved for the request before the bytes are read.
+    """Return the inputs, with each ImageSource replaced by an Image that has the bytes of the file,
+    and each PartsSource by Parts. Memory is reserved for the request before the bytes are read.
 
     Raises InvalidInput for an image that cannot be read and for too many pixels, RequestTooLarge
     and Overloaded.
     """
     permits = asyncio.Semaphore(CONCURRENT_IMAGES)
 
-    async def read(index: int, item: Input | ImageSource) -> Input:
+    async def read(index: int, item: Input | ImageSource | PartsSource) -> Input:
+        if isinstance(item, PartsSource):
+            parts = [await read_image(index, *numbered) for numbered in enumerate(item.parts)]
+            return Parts(tuple(parts))
         if not isinstance(item, ImageSource):
+            return item
+        return cast(Image, await read_image(index, None, item))
+
+    async def read_image(index: int, part: int | None, item: str | ImageSource) -> str | Image:
+        if isinstance(item, str):
             return item
         async with permits:
             try:
                 return await _read(item, reservation)
             except InvalidInput as error:
-                raise error.at(index) from error
+                raise error.at(index, part=part) from error
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -193,7 +231,7 @@ async def read_images(
     except BaseExceptionGroup as errors:  # the first failure cancels the other tasks
         raise errors.exceptions[0] from None
     inputs = [task.result() for task in tasks]
-    images = [i.data for i in inputs if isinstance(i, Image) and isinstance(i.data, bytes)]
+    images = image_files(inputs)
     if len(images) * MAX_PIXELS > MAX_PIXELS_A_REQUEST:
         total = await asyncio.to_thread(lambda: sum(map(_pixels, images)))
         if total > MAX_PIXELS_A_REQUEST:
@@ -203,6 +241,12 @@ async def read_images(
                 "several requests"
             )
     return inputs
+
+
+def image_files(inputs: Sequence[Input | Content]) -> list[bytes]:
+    """Return the bytes of all images of inputs."""
+    images = [part for item in inputs for part in parts_of(item) if isinstance(part, Image)]
+    return [image.data for image in images if isinstance(image.data, bytes)]
 
 
 def _pixels(image: bytes) -> int:
@@ -257,9 +301,15 @@ async def facts_of_images(images: Sequence[bytes]) -> list[ImageFacts]:
     return await asyncio.to_thread(lambda: list(map(image_facts, images))) if images else []
 
 
-def text_or_image(source: str | ImageSource) -> Text | ImageSource:
-    """Return a text as an input, and an image unchanged."""
+def as_input(source: Source) -> Text | ImageSource | PartsSource:
+    """Return a text as an input, and other sources unchanged."""
     return Text(source) if isinstance(source, str) else source
+
+
+def characters_of(source: Source) -> int:
+    """Return the number of characters of the texts of an input."""
+    parts = source.parts if isinstance(source, PartsSource) else (source,)
+    return sum(len(part) for part in parts if isinstance(part, str))
 
 
 # msgspec has no union of list[str] and list[int], so `read_inputs` refuses mixed lists.
@@ -267,8 +317,8 @@ InputUnion = str | list[str | TokenId | list[TokenId]]
 
 
 class MediaObject(TextOrImage, forbid_unknown_fields=True):
-    """A text or an image as Jina's clients send it. The image is a URL, a data URI or base64.
-    Raises ValueError if it has both or neither."""
+    """A text, an image, or both as one input, as Jina's clients send it. The image is a URL, a data
+    URI or base64. Raises ValueError if it has neither."""
 
 
 TypedInputs = str | list[str | TokenId | list[TokenId] | TypedInput] | TypedInput
@@ -279,9 +329,22 @@ AnyPriority = Priority | int
 
 
 class RequestInputs(RequestSize, frozen=True):
-    """The inputs of one request, in order. An ImageSource is an image that is not read yet."""
+    """The inputs of one request, in order. The images of an ImageSource or a PartsSource are not
+    read yet."""
 
-    items: Sequence[Input | ImageSource]
+    items: Sequence[Input | ImageSource | PartsSource]
+
+    @property
+    def has_images(self) -> bool:
+        """Whether an input has an image."""
+        return not IMAGES.isdisjoint(map(type, self.items))
+
+    def place(self, index: int, part: int | None = None) -> str:
+        """Return the path of an input, or of one of its parts, such as `inputs[3].content[1]`."""
+        item, place = self.items[index], super().place(index)
+        if isinstance(item, PartsSource) and part is not None:
+            place += item.places[part]
+        return place
 
 
 class RequestTexts(RequestSize, frozen=True):
@@ -360,7 +423,7 @@ def check_count(place: str, count: int) -> None:
 def read_inputs(
     raw: str
     | TypedInput
-    | Sequence[str | int | Sequence[int] | MediaObject | TypedInput | ImageSource],
+    | Sequence[str | int | Sequence[int] | MediaObject | TypedInput | ImageSource | PartsSource],
     field: str,
     *,
     are_images: bool = False,
@@ -388,7 +451,7 @@ def read_inputs(
         return RequestInputs("single", len(ids), field, [Tokens(ids)])
     else:
         check_batch(len(raw))
-    items: list[Input | ImageSource] = []
+    items: list[Input | ImageSource | PartsSource] = []
     characters = 0
     for i, item in enumerate(raw):
         if isinstance(item, int):
@@ -400,8 +463,9 @@ def read_inputs(
             source = ImageSource(source)
         if not (source.text if isinstance(source, ImageSource) else source):
             raise EmptyInput(field, None if method == "single" else i)
-        if isinstance(source, ImageSource):
+        if isinstance(source, ImageSource | PartsSource):
             items.append(source)
+            characters += characters_of(source)
             continue
         items.append(Text(source) if isinstance(source, str) else Tokens(source))
         characters += len(source)

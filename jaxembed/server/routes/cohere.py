@@ -24,10 +24,13 @@ from jaxembed.server.meter import current_meter
 from jaxembed.server.pipeline.answering import accept, embed_inputs
 from jaxembed.server.pipeline.body import (
     MAX_CONTENT,
+    NO_PARTS,
     AnyPriority,
     ImageSource,
     ImageUrl,
+    Source,
     facts_of_images,
+    joined_parts,
     priority_of,
     read_body_as,
     read_inputs,
@@ -67,39 +70,36 @@ class ContentPart(msgspec.Struct, gc=False):
 
 
 class ContentInput(msgspec.Struct, gc=False):
-    """An input that consists of parts and gets one vector. The parts are one image, or one or more
-    texts. Texts are joined by line breaks as soon as the input is decoded, because many small parts
-    take much memory.
+    """An input that consists of texts and images, and gets one vector. Texts without an image are
+    joined by line breaks as soon as the input is decoded, because many small parts take much
+    memory.
 
-    Raises ValueError for too many parts, an empty part, and an image beside other parts.
+    Raises ValueError for no or too many parts, and for an empty part.
     """
 
     content: list[ContentPart]
 
     def __post_init__(self) -> None:
+        if not self.content:
+            raise ValueError(NO_PARTS)
         if len(self.content) > MAX_CONTENT:
             raise ValueError(too_many_parts(len(self.content)))
         for k, part in enumerate(self.content):
             field = "text" if part.type == "text" else "image_url"
             if not getattr(part, field):
                 raise ValueError(f"`content[{k}].{field}` cannot be empty")
-            if field == "image_url" and len(self.content) > 1:
-                raise ValueError(
-                    f"`content[{k}]` is an image beside other parts; an image must be the only "
-                    "part of its input, because it has its own vector"
-                )
         if all(part.type == "text" for part in self.content):
             text = "\n".join(part.text or "" for part in self.content)
             self.content = [ContentPart("text", text)]
 
     @property
-    def source(self) -> str | ImageSource:
-        """The text of the input, or its image."""
-        (part,) = self.content  # one image, or the joined texts
-        url = part.image_url
-        if url is None:
-            return part.text or ""
-        return ImageSource(url.url if isinstance(url, ImageUrl) else url)
+    def source(self) -> Source:
+        """The joined texts, the image, or all parts."""
+        parts: list[str | ImageSource] = []
+        for part in self.content:
+            url = part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url
+            parts.append(ImageSource(url or "") if part.type == "image_url" else part.text or "")
+        return joined_parts(parts, ".content")
 
 
 class CohereEmbedRequest(ModelRequest, kw_only=True):
@@ -211,7 +211,7 @@ async def _embed(version: ApiVersion) -> Response:
         await meter.find(body.model, "embed", DENSE)
         inputs = read_inputs(sources, field)
         # the `input_type` image names no purpose of texts
-        of_images = body.input_type == "image" and ImageSource in map(type, sources)
+        of_images = body.input_type == "image" and inputs.has_images
         requested = RequestedOptions(
             EncodeOptions(  # dense is the only output
                 **prompt_options(body),
@@ -247,7 +247,7 @@ async def _embed(version: ApiVersion) -> Response:
         return await meter.answer(answer, encode())
 
 
-def _sources(body: CohereEmbedRequest) -> tuple[Sequence[str | ImageSource], str]:
+def _sources(body: CohereEmbedRequest) -> tuple[Sequence[Source], str]:
     """Return the texts or images to embed, and the name of the field that holds them. Raises
     BadField unless exactly one of `texts`, `images` and `inputs` is given."""
     fields = [field for field in ("texts", "images", "inputs") if getattr(body, field) is not None]

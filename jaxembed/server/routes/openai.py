@@ -4,7 +4,7 @@ A request is read into inputs, or for late chunking into texts with the offsets 
 loaded model computes the embeddings, which are encoded into the response.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -34,13 +34,14 @@ from jaxembed.server.pipeline.body import (
     MixedInputs,
     RequestChunks,
     RequestInputs,
+    as_input,
+    characters_of,
     check_batch,
     check_value_list,
-    only_part,
+    joined_parts,
     priority_of,
     read_body_as,
     read_inputs,
-    text_or_image,
 )
 from jaxembed.server.pipeline.fields import (
     DENSE,
@@ -97,8 +98,10 @@ class EmbeddingsRequest(ChunksRequest, kw_only=True):
     Three fields have a second name that Voyage, Jina or LiteLLM uses: `truncation` for `truncate`,
     `normalized` for `normalize`, `output_dimension` for `dimensions`. `input_type` (Cohere, Voyage,
     NVIDIA) and `task` (Jina) choose a prompt by the purpose of the texts. An item of `input` may be
-    an object with a text or an image (Jina). With a `modality` of image (Infinity) each text is the
-    URL of an image. vLLM sends `messages` instead of `input`: one message, which is one input.
+    an object with a text, an image, or both as one input (Jina). With a `modality` of image
+    (Infinity) each text is the URL of an image. vLLM sends `messages` instead of `input`: one
+    message of the user, which is one input. A message of the system before it is its prompt, if the
+    model has a chat template.
     """
 
     prompt_name: str | None = None
@@ -205,7 +208,7 @@ async def _answer(meter: Meter, body: EmbeddingsRequest) -> Response:
     # chunks have dense vectors only
     await meter.find(body.model, "embed", DENSE if in_chunks or not output_names else output_names)
     if body.messages:
-        inputs = _read_messages(body.messages)
+        inputs = _read_messages(body, in_chat=meter.loaded.spec.chat is not None)
     else:
         assert not isinstance(body.input, msgspec.UnsetType)
         inputs = read_inputs(body.input, field="input", are_images=body.modality == "image")
@@ -268,23 +271,30 @@ def _asks_for_chunks(body: EmbeddingsRequest) -> bool:
     return bool(fields)
 
 
-def _read_messages(messages: Sequence[Message]) -> RequestInputs:
-    """Read a chat as one input. Raises EmptyInput, and InvalidInput unless the chat is one message
-    of the user with one input, because chat templates are not applied."""
-    if len(messages) != 1 or messages[0].role != "user":
+def _read_messages(body: EmbeddingsRequest, *, in_chat: bool) -> RequestInputs:
+    """Read a chat as one input. `in_chat` says whether the model puts inputs into a chat template;
+    a system message then becomes the `prompt` of the body. Raises EmptyInput, and InvalidInput for
+    a chat with other messages."""
+    *before, last = body.messages or []
+    is_prompt = [m.role == "system" and isinstance(m.content, str) for m in before]
+    if last.role != "user" or is_prompt not in ([], [in_chat]):
+        allowed = ", after at most one of the role `system` that is a text" if in_chat else ""
         raise InvalidInput(
-            "`messages` must be one message of the role `user`, which is one input; chat templates "
-            "are not supported",
+            f"`messages` must be one message of the role `user`, which is one input{allowed}",
             field="messages",
         )
-    content, place = messages[0].content, "messages[0].content"
-    source = content if isinstance(content, str) else only_part(content, place)
-    if not source:
+    if before and body.prompt is not None:
+        raise InvalidInput(
+            "a message of the role `system` and `prompt` are the same; send one", field="prompt"
+        )
+    if before:
+        body.prompt = str(before[0].content)
+    content, place = last.content, f"messages[{len(before)}].content"
+    if not content:
         raise EmptyInput(place)
-    characters = len(source) if isinstance(source, str) else 0
-    return RequestInputs(
-        method="single", characters=characters, field=place, items=[text_or_image(source)]
-    )
+    parts = [content] if isinstance(content, str) else [part.source for part in content]
+    source = joined_parts(parts)
+    return RequestInputs("single", characters_of(source), place, [as_input(source)])
 
 
 def _read_chunks(body: EmbeddingsRequest, inputs: RequestInputs) -> RequestChunks:
@@ -297,7 +307,7 @@ def _read_chunks(body: EmbeddingsRequest, inputs: RequestInputs) -> RequestChunk
     texts = []
     for index, item in enumerate(inputs.items):
         if not isinstance(item, Text):
-            kind = "a list of token ids" if isinstance(item, Tokens) else "an image"
+            kind = "a list of token ids" if isinstance(item, Tokens) else "no text alone"
             raise InvalidInput(
                 f"`{inputs.place(index)}` is {kind}, and only texts can have chunks",
                 field=inputs.place(index),

@@ -32,9 +32,12 @@ from jaxembed.server.http.exchange import Response, current_exchange
 from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.pipeline.answering import Usage, score_documents, score_inputs, usage_of
 from jaxembed.server.pipeline.body import (
+    IMAGES,
     AnyPriority,
-    ImageSource,
+    ContentItem,
+    Source,
     TextOrImage,
+    joined_parts,
     priority_of,
     read_body_as,
     read_texts_and_pairs,
@@ -56,9 +59,24 @@ class Prediction(msgspec.Struct):
 
 
 class Document(TextOrImage, omit_defaults=True):
-    """A document as an object: a text, or an image as a URL, a data URI or base64. Other fields of
-    the object are ignored, and are not in the response. Raises ValueError for an object with both a
-    text and an image, or with neither."""
+    """A query or a document as an object: a text, an image as a URL, a data URI or base64, or both,
+    or a list of parts in `content` (vLLM). Other fields of the object are ignored, and are not in
+    the response. Raises ValueError for an object with none of them."""
+
+    content: list[ContentItem] | None = None
+
+    def __post_init__(self) -> None:
+        if self.content is None:
+            super().__post_init__()
+        elif not self.content or self.text is not None or self.image is not None:
+            raise ValueError("Expected `content` with at least one part, or `text` and `image`")
+
+    @property
+    def source(self) -> Source:
+        """The text, the image, or the parts."""
+        if not self.content:
+            return super().source
+        return joined_parts([part.source for part in self.content], ".content")
 
 
 class RankingRequest(ModelRequest, kw_only=True):
@@ -70,7 +88,6 @@ class RankingRequest(ModelRequest, kw_only=True):
     into chunks, and the best chunk gives the score.
     """
 
-    query: str
     top_n: int | None = None
     top_k: int | None = None
     raw_scores: bool | None = None
@@ -88,6 +105,7 @@ class DocumentsRequest(RankingRequest, kw_only=True):
     that take this body accept `raw_scores`, `truncate` (Voyage: `truncation`) and `instruction`.
     `user`, and a number as `priority`, have no effect."""
 
+    query: str | Document
     documents: list[str | Document]
     return_documents: bool | None = None
     truncation: bool | None = None
@@ -188,9 +206,11 @@ async def rerank_documents(
     """
     if not body.documents:
         raise NoInputs("documents")
-    sources = [item if isinstance(item, str) else item.source for item in body.documents]
+    query, *sources = [
+        item if isinstance(item, str) else item.source for item in (body.query, *body.documents)
+    ]
     texts = [source if isinstance(source, str) else "" for source in sources]
-    if body.return_documents and any(isinstance(source, ImageSource) for source in sources):
+    if body.return_documents and not IMAGES.isdisjoint(map(type, sources)):
         raise InvalidInput(
             "`return_documents` supports only texts, and the request has images; leave it out",
             field="return_documents",
@@ -198,7 +218,7 @@ async def rerank_documents(
     (truncate,) = merged_values(body, TRUNCATE)
     options = ranking_options(body, truncate=truncate, priority=priority_of(body.priority))
     await meter.find(body.model, "rerank")
-    answer = await score_documents(meter, body.query, sources, options, field="documents")
+    answer = await score_documents(meter, query, sources, options, field="documents")
 
     def result(i: int, score: np.float32) -> dict:
         fields = {"index": i, "relevance_score": score, **chunk_of(answer, i)}

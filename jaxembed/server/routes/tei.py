@@ -201,6 +201,7 @@ class RerankRequest(RankingRequest, kw_only=True):
     """A query, and the texts to rank by how well they answer the query. TEI has only these of the
     optional fields: `truncate`, `truncation_direction`, `raw_scores` and `return_text`."""
 
+    query: str
     texts: list[str]
     documents: Annotated[Any, _DOCUMENTS] = None
     return_documents: Annotated[Any, _RETURN_TEXT] = None

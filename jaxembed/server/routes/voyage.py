@@ -32,11 +32,10 @@ from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.pipeline.answering import Usage, accept, embed_inputs, usage_of
 from jaxembed.server.pipeline.body import (
     AnyPriority,
-    Content,
+    PartsInput,
     RequestChunks,
     check_batch,
     facts_of_images,
-    only_part,
     priority_of,
     read_body_as,
     read_inputs,
@@ -122,13 +121,13 @@ class ContextualizedResponse(msgspec.Struct):
 
 class MultimodalRequest(VectorsRequest, kw_only=True):
     """A request for the vectors of texts and images. It has Voyage's fields, and `prompt_name`,
-    `normalize` and `priority` as at /v1/embeddings. An input is one image, or one or more texts,
-    which are joined by line breaks."""
+    `normalize` and `priority` as at /v1/embeddings. An input consists of texts and images in order;
+    neighbouring texts are joined by line breaks."""
 
     prompt_name: str | None = None
     prompt: str | None = None
     instruction: str | None = None
-    inputs: list[Content]
+    inputs: list[PartsInput]
     input_type: str | None = None
     truncation: bool | None = None
     output_dimension: int | None = None
@@ -194,10 +193,7 @@ async def embed_multimodal() -> Response:
         body = await read_body_as(meter, MultimodalRequest)
         dtype = requested_dtype(body)
         await meter.find(body.model, "embed", DENSE)
-        sources = [
-            only_part(item.content, f"inputs[{k}].content") for k, item in enumerate(body.inputs)
-        ]
-        inputs = read_inputs(sources, "inputs")
+        inputs = read_inputs([item.source for item in body.inputs], "inputs")
         options = EncodeOptions(  # dense is the only output
             **prompt_options(body),
             truncate=body.truncation,
