@@ -151,7 +151,11 @@ class TextProcessor:
         self._has_types = has_types and any(sample.type_ids)
         self._dropped_id = spec.config.get("dropped_id")
         self._image_id = None if spec.image is None else spec.image.token_id
-        self._special_ids = {self._dropped_id, self._image_id} - {None}  # see `checked_text_ids`
+        # CLIP pools the state of the first end token, even if a text spells it
+        ends_early = spec.architecture == "clip" and spec.pooling == ("lasttoken",)
+        self._end_id = self.ids_around[1][-1] if ends_early and after else None
+        special_ids = {self._dropped_id, self._image_id, self._end_id}
+        self._special_ids = special_ids - {None}  # see `checked_text_ids`
         self._reads_whole = limit == NO_LIMIT  # the model reads whole texts and truncates none
         per_token = spec.config.get("characters_per_token")
         self._max_characters = sys.maxsize if per_token is None else per_token * limit
@@ -653,14 +657,17 @@ class TextProcessor:
         return bool(tokenization.prompt) and not self._spec.include_prompt
 
     def checked_text_ids(self, ids: np.ndarray) -> np.ndarray:
-        """Return the ids of a text without the id that the model drops (`dropped_id`). Raises
-        InvalidInput if the text contains the token that stands for a part of an image."""
+        """Return the ids of a text without the id that the model drops (`dropped_id`), and without
+        what follows the end token of CLIP. Raises InvalidInput if the text contains the token that
+        stands for a part of an image."""
         if self._image_id is not None and (ids == self._image_id).any():
             name = self._tokenizer.file.id_to_token(self._image_id)
             raise InvalidInput(
                 f"the text contains {name!r}, the token that stands for a part of an image; spell "
                 "it in another way, and send images as images"
             )
+        if self._end_id is not None and (ends := np.flatnonzero(ids == self._end_id)).size:
+            ids = ids[: ends[0] + 1]
         return ids if self._dropped_id is None else ids[ids != self._dropped_id]
 
     def _too_long(self, got: int, whole: bool) -> InputTooLong:

@@ -39,6 +39,7 @@ from parity.reference import with_odd_norms
 
 SIZES = [(224, 224), (333, 501), (1080, 1920), (1, 7), (7, 1), (100, 30), (225, 224), (640, 480)]
 TEXTS = ["w1 w2 w3", "w5", "w7 w8 w9 w10 w11", "w0 " * 100]
+SPELLED = ["w4 <end> w6", "w4 </s> w6"]  # one of them is the end token of CLIP or MetaCLIP 2
 # Heights and widths of images in their own shapes: fewer rows or columns than the 16 of the table
 # of positions, as many, and more.
 SHAPED = [
@@ -197,9 +198,9 @@ def unit(features) -> np.ndarray:
 
 
 @torch.no_grad()
-def vectors_of_texts(model, tokenizer, kind: str) -> np.ndarray:
+def vectors_of_texts(model, tokenizer, kind: str, texts: list[str]) -> np.ndarray:
     length, rows = model.config.text_config.max_position_embeddings, []
-    for text in TEXTS:
+    for text in texts:
         ids = tokenizer(text)["input_ids"]
         ids = ids if len(ids) <= length else [*ids[: length - 1], ids[-1]]
         if kind not in CLIPS:
@@ -225,10 +226,11 @@ def test_vectors_are_those_of_transformers(tmp_path, kind, size):
     images = list(map(Image.fromarray, colours))
     config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=1024)
     with Embedder(str(tmp_path / "model"), cache_dir=tmp_path / "cache", config=config) as ours:
-        got_images, got_texts = ours.encode(images=images), ours.encode(TEXTS)
+        texts = [*TEXTS, *(SPELLED if kind in CLIPS else ())]
+        got_images, got_texts = ours.encode(images=images), ours.encode(texts)
     for got, wanted in (
         (got_images, vectors_of_images(model, processor, images)),
-        (got_texts, vectors_of_texts(model, tokenizer, kind)),
+        (got_texts, vectors_of_texts(model, tokenizer, kind, texts)),
     ):
         distance = 1 - np.sum(got.astype(np.float64) * wanted, axis=1)
         assert np.abs(distance).max() < 1e-6
