@@ -248,11 +248,12 @@ class ByKernel:
     """An implementation that uses an attention kernel of an accelerator.
 
     `attend` computes attention as the function of this name does, and is also given `slots`, the
-    maximum number of segments in a row. If `separate`, layers compute queries, keys and values in
-    products of their own, so that XLA writes each in the order of axes in which the kernel reads
-    it. `attend_joint(joint, segments, mask, slots)`, if there is one, reads queries, keys and
-    values of the same number of heads from one array. `gather(flat, order, sizes)`, if there is
-    one, returns `flat[order]` in parts of these sizes, for the outputs of a program.
+    number of slots in a row. If `is_limited`, rows have at most so many segments. If `separate`,
+    layers compute queries, keys and values in products of their own, so that XLA writes each in the
+    order of axes in which the kernel reads it. `attend_joint(joint, segments, mask, slots)`, if
+    there is one, reads queries, keys and values of the same number of heads from one array.
+    `gather(flat, order, sizes)`, if there is one, returns `flat[order]` in parts of these sizes,
+    for the outputs of a program.
     """
 
     attend: Callable[..., Array]
@@ -260,10 +261,21 @@ class ByKernel:
     separate: bool = False
     attend_joint: Callable[..., Array] | None = None
     gather: Callable[..., list[Array]] | None = None
+    is_limited: bool = False
 
     def __call__(self, *arguments: Any, **optional: Any) -> Heads:
         """Compute attention with the kernel."""
         return self.attend(*arguments, slots=self.slots, **optional)
+
+
+@contextmanager
+def more_segments_than_slots() -> Iterator[None]:
+    """Make `attend` take rows of any number of segments in all functions that this thread traces in
+    the block. XLA computes them if the kernel is limited to one segment for each slot."""
+    implementation = _IMPLEMENTATION.get()
+    is_limited = isinstance(implementation, ByKernel) and implementation.is_limited
+    with using(by_xla if is_limited else implementation):
+        yield
 
 
 def is_separate() -> bool:

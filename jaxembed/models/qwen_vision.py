@@ -7,14 +7,15 @@ them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from math import isqrt
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxembed.models.attention import by_xla, using
+from jaxembed.models.attention import AttentionMask, more_segments_than_slots
 from jaxembed.models.layers import Embedding, LayerNorm, Linear, Mlp, RMSNorm, attend_hidden
 from jaxembed.models.parallel import share
 from jaxembed.models.rope import Rotation
@@ -88,14 +89,20 @@ class QwenVision(PatchMerger):
 
     def __call__(self, tokens: PackedTokens) -> list[Hidden]:
         """Compute the layers on patches, then merge the patches of each token."""
+        if self.window is None:
+            return self.run(tokens, tokens.segments)
+        tokens, windows, order = by_window(tokens, self.window)
+        return [at(merged, jnp.argsort(order, axis=1)) for merged in self.run(tokens, windows)]
+
+    def run(self, tokens: PackedTokens, windows: Segments) -> list[Hidden]:
+        """Compute the result for tokens in the order of their `windows`, numbered like segments."""
         assert tokens.pixels is not None
         rows, length, _ = tokens.pixels.shape
         patches_per_token = self.merge**2
         patches = tokens.pixels.reshape(rows, length * patches_per_token, -1)
-        images = jnp.repeat(tokens.segments, patches_per_token, axis=1)
-        windows = images
-        if self.window is not None:
-            windows = jnp.repeat(windows_of(tokens, self.window), patches_per_token, axis=1)
+        images, windows = (
+            jnp.repeat(numbers, patches_per_token, axis=1) for numbers in (tokens.segments, windows)
+        )
         # Each patch is rotated by the row and the column of the patch in its image. `row` and
         # `column` are those of the token.
         within_token = jnp.arange(self.merge)
@@ -162,7 +169,12 @@ class VisionLayer(nnx.Module):
     def __init__(self, config: QwenVisionConfig, number: int):
         """`number` is the layer's index."""
         dim = config.hidden_size
-        self.is_local = config.window is not None and number not in config.global_layers
+        window = None if number in config.global_layers else config.window
+        self.is_local = window is not None
+        # The patches of a window are adjacent, and the distance between two is less than their
+        # number.
+        reach = None if window is None else (window * config.merge) ** 2 - 1
+        self.mask = AttentionMask(reach=reach)
         self.attention_norm = _norm(config)
         head = (config.num_heads, dim // config.num_heads)
         self.num_heads = share(config.num_heads, "attention heads of the image encoder")
@@ -183,30 +195,39 @@ class VisionLayer(nnx.Module):
         """Return the layer's output. `images` and `windows` number the image and the window of each
         patch, like segments. A local layer attends within windows, other layers within images."""
         normal = self.attention_norm(hidden)
-        if self.is_local:
-            with using(by_xla):  # kernels need contiguous segments, and windows are not contiguous
-                mixed = attend_hidden(normal, self.qkv, self.num_heads, windows, rotation=rotation)
-        else:
-            mixed = attend_hidden(normal, self.qkv, self.num_heads, images, rotation=rotation)
+        segments = windows if self.is_local else images
+        with more_segments_than_slots() if self.is_local else nullcontext():
+            mixed = attend_hidden(
+                normal, self.qkv, self.num_heads, segments, self.mask, rotation=rotation
+            )
         hidden = hidden + self.out(mixed)
         return hidden + self.mlp(self.mlp_norm(hidden))
 
 
-def windows_of(tokens: PackedTokens, side: int) -> Segments:
-    """Return for each token the number of its attention window, 0 if its segment is 0.
+def by_window(tokens: PackedTokens, side: int) -> tuple[PackedTokens, Segments, Segments]:
+    """Return tokens in the order of their attention windows, the number of each one's window, and
+    the index of each in its row before.
 
-    Windows of `side` by `side` tokens divide an image from its upper left corner on. The number of
-    a window is 1 plus the index of its upper left token in the row of the batch.
+    Windows of `side` by `side` tokens divide an image from its upper left corner on. Tokens of
+    segment 0 come first and have number 0; the numbers count from 1 along the row. Only the fields
+    `segments`, `pixels` and `places` are sorted.
     """
-    assert tokens.places is not None
     row, column = _row_and_column(tokens)
-    # The number of tokens before each token in its image, which is row * columns + column.
-    preceding = -tokens.places[:, :, 0]
-    # The number of columns of the image, or 0 for the tokens of its first row.
-    columns = (preceding - column) // jnp.maximum(row, 1)
-    corner = (row - row % side) * columns + column - column % side
-    image_start = jnp.arange(row.shape[1])[None] - preceding
-    return jnp.where(tokens.segments != 0, image_start + corner + 1, 0)
+    is_patch = tokens.segments != 0
+    window = tokens.segments, *(jnp.where(is_patch, x // side, 0) for x in (row, column))
+    order = jnp.lexsort(window[::-1], axis=1)  # the last key is compared first
+    windows = jnp.stack([at(numbers, order) for numbers in window])
+    begins = jnp.any(windows != jnp.pad(windows[:, :, :-1], ((0, 0), (0, 0), (1, 0))), axis=0)
+    sorted_tokens = replace(
+        tokens, **{k: at(getattr(tokens, k), order) for k in ("segments", "pixels", "places")}
+    )
+    return sorted_tokens, jnp.cumsum(begins, axis=1), order
+
+
+def at(x: Array, order: Segments) -> Array:
+    """Return the values `x`, `[rows, length, ...]`, in another order: those at the indices `order`
+    in each row."""
+    return jnp.take_along_axis(x, order.reshape(*order.shape, *[1] * (x.ndim - 2)), axis=1)
 
 
 def _row_and_column(tokens: PackedTokens) -> tuple[Segments, Segments]:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import test_attention
 from conftest import TOWERS, tiny_spec
+from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from representatives import each
 from test_attention import SIGHTS, draw, last_hidden, ragged, reference
@@ -26,8 +27,11 @@ from jaxembed.engine.bucket import TPU_TILE, Bucket, default_grid
 from jaxembed.engine.replica import Replica
 from jaxembed.engine.transfer import part_sizes
 from jaxembed.models import kernels, program
-from jaxembed.models.attention import EVERYTHING, AttentionMask, by_xla
+from jaxembed.models.attention import EVERYTHING, AttentionMask, by_xla, using
 from jaxembed.models.kernels import Call, Kernel, splash, triton
+from jaxembed.models.qwen_vision import QwenVision, QwenVisionConfig
+from jaxembed.models.tokens import PackedTokens
+from jaxembed.preprocessing.images.prepare import mrope_positions
 
 NAMES = ["splash", "triton", "flash"]
 SLOTS = 8
@@ -202,6 +206,36 @@ def test_a_text_has_one_vector_wherever_it_lies_and_the_one_of_xla(kernel, backb
         for vector, one in zip(run(ours, batch), wanted, strict=True):
             assert np.isfinite(one).all()
             assert_same(vector, one)
+
+
+@pytest.mark.numerics
+def test_an_image_may_have_more_windows_than_its_row_has_slots(kernel):
+    config = QwenVisionConfig(**TOWERS["pages, qwen"]["config"]["image"])
+    graph, state = nnx.split(nnx.eval_shape(lambda: QwenVision(config)))
+    rng, length = np.random.default_rng(0), 128
+    leaves, structure = jax.tree.flatten(state)
+    state = jax.tree.unflatten(
+        structure, [jnp.asarray(rng.standard_normal(leaf.shape, np.float32)) for leaf in leaves]
+    )
+    segments = jnp.zeros((1, length), jnp.int32).at[0, 3:93].set(1)
+    tokens = PackedTokens(
+        ids=segments,
+        positions=segments,
+        segments=segments,
+        types=segments,
+        bounds=jnp.zeros((1, 1, 2), jnp.int32),
+        pixels=jnp.asarray(rng.standard_normal((1, length, 4 * 48), np.float32)),
+        places=jnp.asarray(mrope_positions(9, 10, 3, length - 93))[None],
+    )
+
+    def seen(attention) -> np.ndarray:
+        with using(attention):
+            found = jax.jit(lambda tokens: nnx.merge(graph, state)(tokens)[0])(tokens)
+        return np.asarray(found)[0, 3:93]
+
+    wanted = seen(by_xla)
+    near = 1e-5 * np.abs(wanted).max()
+    np.testing.assert_allclose(seen(kernel.implementation(1)), wanted, atol=near)
 
 
 def lowered(kernel: Kernel, platform: str, length: int, attention_mask, dtype="bfloat16") -> str:

@@ -15,7 +15,7 @@ from converters import convert, outline
 from converters.vision.image_rules import read_rules
 from jaxembed.checkpoints.checkpoint import load_routes, verify, verify_values
 from jaxembed.errors import CheckpointError, InvalidImage, UnsupportedModel
-from jaxembed.models.qwen_vision import windows_of
+from jaxembed.models.qwen_vision import at, by_window
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.preprocessing.images.decode import to_pillow
 from jaxembed.preprocessing.images.prepare import mrope_positions, prepare_image, resized_size
@@ -91,12 +91,14 @@ def test_the_places_of_a_page_are_those_of_a_plane():
 
 
 def packed(grids, length: int) -> PackedTokens:
-    """Images of so many rows and columns of tokens in a row, each between two tokens of text."""
+    """Images of so many rows and columns of tokens in a row, each between two tokens of text. The
+    pixels of a token are its index in the row."""
     places, segments = np.zeros((1, length, 3), np.int32), np.zeros((1, length), np.int32)
     start = 0
     for number, (rows, columns) in enumerate(grids):
         end = start + rows * columns + 2
-        places[0, start:end] = mrope_positions(rows, columns, before=1, after=1)
+        # as if other images came before it in its sequence
+        places[0, start:end] = mrope_positions(rows, columns, before=1, after=1) - 7 * number
         segments[0, start + 1 : end - 1] = number + 1
         start = end
     none = jnp.zeros((1, length), jnp.int32)
@@ -106,24 +108,35 @@ def packed(grids, length: int) -> PackedTokens:
         segments=jnp.asarray(segments),
         types=none,
         bounds=jnp.zeros((1, 1, 2), jnp.int32),
+        pixels=jnp.arange(length)[None, :, None],
         places=jnp.asarray(places),
     )
 
 
-def test_windows_are_squares_of_their_own_image():
+def test_tokens_are_sorted_by_the_squares_of_their_own_image():
     grids = [(5, 3), (1, 9), (9, 1), (4, 4), (6, 10), (6, 10)]
-    tokens = packed(grids, sum(rows * columns + 2 for rows, columns in grids) + 5)
-    got = np.asarray(jax.jit(windows_of, static_argnums=1)(tokens, 4))[0]
-    wanted: list = []
+    length = sum(rows * columns + 2 for rows, columns in grids) + 5
+    tokens = packed(grids, length)
+    ordered, windows, order = jax.jit(by_window, static_argnums=1)(tokens, 4)
+    cells, start = [], 0
     for number, (rows, columns) in enumerate(grids):
-        cells = [
-            (number, row // 4, column // 4) for row in range(rows) for column in range(columns)
+        cells += [
+            (number, row // 4, column // 4, start + 1 + row * columns + column)
+            for row in range(rows)
+            for column in range(columns)
         ]
-        wanted += [None, *cells, None]
-    wanted += [None] * 5
-    assert all((one == 0) == (cell is None) for one, cell in zip(got, wanted, strict=True))
-    pairs = {(one, cell) for one, cell in zip(got.tolist(), wanted, strict=True) if one}
-    assert len(pairs) == len({one for one, _ in pairs}) == len({cell for _, cell in pairs})
+        start += rows * columns + 2
+    squares = sorted(cells)
+    text = length - len(squares)
+    assert not np.asarray(windows)[0, :text].any()
+    np.testing.assert_array_equal(np.asarray(order)[0, text:], [one[-1] for one in squares])
+    distinct = list(dict.fromkeys(one[:-1] for one in squares))
+    wanted = [distinct.index(one[:-1]) + 1 for one in squares]
+    np.testing.assert_array_equal(np.asarray(windows)[0, text:], wanted)
+    np.testing.assert_array_equal(ordered.pixels[..., 0], order)
+    for name in ("segments", "places"):
+        unsorted = at(getattr(ordered, name), jnp.argsort(order, axis=1))
+        np.testing.assert_array_equal(unsorted, getattr(tokens, name))
 
 
 def of_images(**changes):
