@@ -1,4 +1,5 @@
-"""Configs of tiny ColQwen2 and ColQwen2.5 models, and a tokenizer with Qwen's special tokens."""
+"""Configs of tiny ColQwen2, ColQwen2.5 and BiQwen models, and a tokenizer with Qwen's special
+tokens."""
 
 from math import prod
 from pathlib import Path
@@ -110,4 +111,14 @@ def write_colqwen(folder: Path, kind: str = "qwen2_vl", **vlm: Any) -> Path:
     write_json(folder / "tokenizer_config.json", {"pad_token": "<|endoftext|>"})
     qwen_words().save(str(folder / "tokenizer.json"))
     write_weights(folder, colqwen_tensors(kind))
+    return folder
+
+
+def write_biqwen(folder: Path, kind: str = "qwen2_5_vl", name: str = "BiQwen2_5") -> Path:
+    """A directory as colpali-engine saves it, for a class `name` with one vector for each input."""
+    write_colqwen(folder, kind)
+    write_json(folder / "config.json", vlm_config(kind) | {"architectures": [name]})
+    tensors = colqwen_tensors(kind).items()
+    own = {k.removeprefix("vlm."): x for k, x in tensors if k.startswith("vlm.")}
+    write_weights(folder, own)
     return folder

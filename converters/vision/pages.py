@@ -1,5 +1,5 @@
 """Recognizes models that embed pages, and shares code among their converters. Such a model makes
-one vector for each token of a text or of an image of a page."""
+one vector for each token of a query or of an image of a page, or one for all tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,17 +13,23 @@ from converters.heads import Layout, dense_rules, read_optional_json
 from converters.outline import Options, Outline, Reader, spec_of
 from converters.quantized import scheme_of
 from converters.vision.dual import refuse_options
-from jaxembed.data.spec import DenseLayer, ImageRules, NormalizeLayer, PerToken
+from jaxembed.data.outputs import OutputName
+from jaxembed.data.spec import DenseLayer, Head, ImageRules, NormalizeLayer, PerToken, Pooled
 
 COLPALI, COLQWEN = "colpali", "colqwen2"
 CLASSES = {COLPALI: ("ColPaliForRetrieval",), COLQWEN: ("ColQwen2ForRetrieval",)}
 # Classes of colpali-engine, by which published base models are saved. Their config.json is that of
 # the language model.
 ENGINE_CLASSES = {"ColPali": COLPALI, "ColQwen2": COLQWEN, "ColQwen2_5": COLQWEN}
+# Those with one vector, which is the last token's hidden state, and their processors. The base of
+# an adapter may be the language model itself; then only the adapter's files name the processor.
+PROCESSORS = {"BiQwen2Processor": "BiQwen2", "BiQwen2_5_Processor": "BiQwen2_5"}
+ENGINE_CLASSES |= dict.fromkeys(PROCESSORS.values(), COLQWEN)
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 # The converters; their `outline(source, hf, options)` describes a model.
 PAGE_READERS = {COLPALI: "converters.vision.colpali", COLQWEN: "converters.vision.colqwen"}
 
-KEPT = ("architectures", "dtype", "torch_dtype", "embedding_dim")  # keys outside of vlm_config
+KEPT = ("dtype", "torch_dtype", "embedding_dim")  # keys outside of vlm_config
 PARTS = ("weight", "bias")
 QUERY = "query"
 AUGMENTATION_TOKENS = 10  # number of augmentation tokens after a query
@@ -34,7 +40,16 @@ def is_pages(source: Path) -> bool:
     """Return whether the folder `source` holds a model that embeds pages."""
     hf = read_optional_json(source / "config.json")
     # a list: model_type may be unhashable
-    return hf.get("model_type") in list(CLASSES) or engine_class(hf) is not None
+    return hf.get("model_type") in list(CLASSES) or _class_of(source, hf) is not None
+
+
+def _class_of(source: Path, hf: Mapping[str, Any]) -> str | None:
+    """Return the class of colpali-engine whose model is in the folder `source`, or None. `hf` is
+    its config.json."""
+    if (own := engine_class(hf)) is not None:
+        return own
+    named = [read_optional_json(source / file).get("processor_class") for file in PROCESSOR_FILES]
+    return next((own for processor, own in PROCESSORS.items() if processor in named), None)
 
 
 def engine_class(hf: Mapping[str, Any]) -> str | None:
@@ -50,9 +65,9 @@ def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str |
     refuse_options(source, options)
     hf = read_optional_json(source / "config.json", CONFIG_FIELDS)
     scheme_of(hf)  # raises for what is not supported
-    own = engine_class(hf)
+    own = _class_of(source, hf)
     if own is not None:  # as transformers nests the configs
-        kept = {key: hf[key] for key in KEPT if key in hf}
+        kept = {key: hf[key] for key in KEPT if key in hf} | {"architectures": [own]}
         hf = kept | {"model_type": ENGINE_CLASSES[own], "vlm_config": hf}
     kind = hf["model_type"]
     for architecture in hf.get("architectures") or ():
@@ -78,18 +93,17 @@ def page_outline(
     """Return the outline of the model in `source`, whose backbone has this `config`. `image` says
     how pages become tokens, and `limit` is the maximum number of tokens. `prompt` is for queries.
     `tensors` lacks the rules of the projection to vectors, which are added here."""
-    width = hf.get("embedding_dim") or VECTOR_WIDTH
-    projection = DenseLayer(config["hidden_size"], width, activation="identity")
-    rules = dense_rules("multi_vector", number=0, layer=projection, tensor="embedding_proj_layer")
-    names = {f"custom_text_proj.{part}": f"embedding_proj_layer.{part}" for part in PARTS}
-    tensors = replace(tensors, rules=(*tensors.rules, *rules), renames=names)
-    head = PerToken((projection, NormalizeLayer()))
-    layout = Layout(
-        backbone="",
-        heads={"multi_vector": head},
-        prompts={QUERY: prompt},
-        default_prompt_name=QUERY,
-    )
+    heads: dict[OutputName, Head]
+    if engine_class(hf) in PROCESSORS.values():
+        heads = {"dense": Pooled(("lasttoken",), (NormalizeLayer(),))}
+    else:
+        width = hf.get("embedding_dim") or VECTOR_WIDTH
+        layer = DenseLayer(config["hidden_size"], width, activation="identity")
+        rules = dense_rules("multi_vector", number=0, layer=layer, tensor="embedding_proj_layer")
+        names = {f"custom_text_proj.{part}": f"embedding_proj_layer.{part}" for part in PARTS}
+        tensors = replace(tensors, rules=(*tensors.rules, *rules), renames=names)
+        heads = {"multi_vector": PerToken((layer, NormalizeLayer()))}
+    layout = Layout(backbone="", heads=heads, prompts={QUERY: prompt}, default_prompt_name=QUERY)
     spec = spec_of(
         options,
         layout,

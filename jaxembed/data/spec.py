@@ -451,6 +451,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Whether the model tokenizes texts. Only models that are an image encoder do not."""
         return "vocab_size" in self.config
 
+    @property
+    def reads_pages(self) -> bool:
+        """Whether documents are images and texts are queries. A model of both alike puts them into
+        a template, or has a route of its own for images."""
+        return self.image is not None and self.takes_texts and not self.takes_parts
+
     @cached_property
     def dense(self) -> Pooled | AttentionPooling:
         """The head that computes one vector for an input. Raises KeyError if there is no such

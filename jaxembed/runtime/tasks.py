@@ -124,8 +124,6 @@ class Tasks:
         self._routes = routes.of_texts
         self._takes_images = routes.image is not None
         self._spec = self._routes.main
-        # its documents are images, compared token by token with texts as queries
-        self._reads_pages = self._spec.image is not None and self._spec.primary == "multi_vector"
         self._offered, self._widths = self._spec.representations, self._spec.widths
         self._processor = processor
         self._text = text
@@ -182,7 +180,7 @@ class Tasks:
         _check_texts(inputs)
         self._check_parts(inputs)
         is_image = [type(item) in IMAGES for item in inputs]
-        if not all(is_image) and intent.tokenization.role == "document" and self._reads_pages:
+        if not all(is_image) and intent.tokenization.role == "document" and self._spec.reads_pages:
             raise InvalidInput(
                 f"{self._name} takes images as documents, and texts only as queries; send images"
             )
@@ -726,7 +724,7 @@ class Tasks:
             adapter=options.adapter,
             priority=options.priority,
         )
-        if self._reads_pages and not all(isinstance(query, str) for query in queries):
+        if self._spec.reads_pages and not all(isinstance(query, str) for query in queries):
             raise InvalidInput(
                 f"{self._name} takes texts as queries, and images only as documents; send a text",
                 field="query",
@@ -738,7 +736,7 @@ class Tasks:
             raise error.at(index, error.field or "query") from error
         document_options = self.for_role("document", common)
         inputs = _as_inputs(documents)
-        if self._reads_pages or not IMAGES.isdisjoint(map(type, inputs)):
+        if self._spec.reads_pages or not IMAGES.isdisjoint(map(type, inputs)):
             _check_of_texts(options)
             return query_request, self.embed(inputs, document_options), weights
         if self._takes_images:

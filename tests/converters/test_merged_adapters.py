@@ -157,6 +157,31 @@ def test_a_model_of_pages_may_be_an_adapter_of_colpali_engine(family, prefix, in
     assert_merged(base, adapter, names)
 
 
+@pytest.mark.parametrize("file", ["processor_config.json", "preprocessor_config.json"])
+def test_the_processor_of_an_adapter_names_the_class_of_a_plain_base(file, tmp_path):
+    base = colqwen_sources.write_biqwen(
+        tmp_path / "base", name="Qwen2_5_VLForConditionalGeneration"
+    )
+    shapes = {f"language_model.{LINEAR}": (64, 64)}
+    named = {"base_model_name_or_path": str(base)}
+    adapter = write_adapter(tmp_path / "adapter", shapes, **named)
+    source = ModelSource(str(adapter), cache_dir=tmp_path / "cache")
+    with pytest.raises(UnsupportedModel, match="'qwen2_5_vl'"):
+        hub.describe_model(source)
+    images = colqwen_sources.IMAGES | {"max_pixels": 784 * 20}
+    write_json(adapter / "preprocessor_config.json", images)
+    write_json(adapter / file, {**images, "processor_class": "BiQwen2_5_Processor"})
+    spec = hub.describe_model(source).main
+    assert (spec.architecture, spec.primary, spec.image.area[1]) == ("pages", "dense", 784 * 20)
+    _, got = resolved(adapter, tmp_path)
+    kernel = "tower.layers.0.attention.qkv.kernel"
+    of_base = load_file(base / "model.safetensors")
+    wanted = merge(of_base, adapter, {f"language_model.{LINEAR}": f"language_model.{LINEAR}"}, 2.0)
+    np.testing.assert_allclose(
+        got[kernel][:, :64], wanted[f"language_model.{LINEAR}.weight"].T, atol=1e-5
+    )
+
+
 def test_the_class_that_a_nested_config_names_does_not_count(tmp_path):
     folder = colqwen_sources.write_colqwen(tmp_path, architectures=["ColQwen2"])
     assert outline(folder).spec.prompts == {"query": "Query: "}

@@ -1,4 +1,4 @@
-"""ColQwen2 and ColQwen2.5: what their files say, places and windows, pages beside others."""
+"""ColQwen2, ColQwen2.5, BiQwen: what their files say, places and windows, pages beside others."""
 
 import json
 
@@ -6,15 +6,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from colqwen_sources import IMAGE_ID, IMAGES, SIDE, SPACE, TEXT, VISION, qwen_words, write_colqwen
+from colqwen_sources import (
+    IMAGE_ID,
+    IMAGES,
+    SIDE,
+    SPACE,
+    TEXT,
+    VISION,
+    WIDTH,
+    qwen_words,
+    write_biqwen,
+    write_colqwen,
+)
 from dual_sources import picture
-from sources import change_json, write_json
+from safetensors.numpy import load_file
+from sources import change_json, write_json, write_weights
 from test_field_types import assert_described_or_refused
 
 from converters import convert, outline
 from converters.vision.image_rules import read_rules
 from jaxembed.checkpoints.checkpoint import load_routes, verify, verify_values
-from jaxembed.errors import CheckpointError, InvalidImage, UnsupportedModel
+from jaxembed.errors import (
+    CheckpointError,
+    ConversionError,
+    InvalidImage,
+    InvalidInput,
+    UnsupportedModel,
+)
 from jaxembed.models.qwen_vision import at, by_window
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.preprocessing.images.decode import to_pillow
@@ -80,6 +98,51 @@ def test_pages_and_queries_in_a_batch_equal_each_alone(model):
     for item, one in zip(mixed, list(together), strict=True):
         (alone,) = list(model.encode_multi([item]))
         np.testing.assert_allclose(one, alone, atol=2e-6)
+
+
+@pytest.fixture(name="biqwen", scope="module")
+def _biqwen(tmp_path_factory, load_model):
+    return load_model(write_biqwen(tmp_path_factory.mktemp("biqwen")), 1, 256)
+
+
+def test_biqwen_makes_one_vector_for_a_page_and_for_a_query(biqwen):
+    spec = biqwen.spec
+    assert (spec.primary, spec.dim, spec.pooling) == ("dense", WIDTH, ("lasttoken",))
+    assert spec.prompts == {"query": ""}
+    images = [picture(seed, *sides) for seed, sides in enumerate(PAGES)]
+    mixed = [item for pair in zip(images, TEXTS, strict=False) for item in pair]
+    together = biqwen.encode(mixed)
+    np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1, atol=1e-6)
+    alone = np.concatenate([biqwen.encode([item]) for item in mixed])
+    np.testing.assert_allclose(together, alone, atol=2e-6)
+    (query,) = biqwen.compute(["who?"], ["tokens"], prompt="")["tokens"]
+    assert len(query) == len(qwen_words().encode("who?" + "<|endoftext|>" * 10).ids)
+    np.testing.assert_allclose(
+        biqwen.encode_query("who?"), query[-1] / np.linalg.norm(query[-1]), atol=1e-6
+    )
+
+
+def test_pages_of_biqwen_are_ranked_by_the_cosine(biqwen):
+    images = [picture(seed, *sides) for seed, sides in enumerate(PAGES)]
+    wanted = biqwen.encode(images=images) @ biqwen.encode_query("who?")
+    found = biqwen.rerank("who?", images=images)
+    assert [one.index for one in found] == np.argsort(-wanted).tolist()
+    np.testing.assert_allclose([one.score for one in found], np.sort(wanted)[::-1], atol=2e-6)
+    for refused in (
+        lambda: biqwen.encode_document(["a text"]),
+        lambda: biqwen.rerank("who?", ["a text"]),
+    ):
+        with pytest.raises(InvalidInput, match="takes images as documents, and texts only as quer"):
+            refused()
+
+
+def test_a_projection_beside_biqwen_is_refused(tmp_path):
+    """Early versions of BiQwen2 have one, and pooled otherwise."""
+    folder = write_biqwen(tmp_path / "source", "qwen2_vl", "BiQwen2")
+    tensors = load_file(folder / "model.safetensors")
+    write_weights(folder, tensors | {"custom_text_proj.bias": np.zeros(SPACE, np.float32)})
+    with pytest.raises(ConversionError, match=r"custom_text_proj\.bias"):
+        convert(folder, tmp_path / "out")
 
 
 def test_the_places_of_a_page_are_those_of_a_plane():

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from colqwen_sources import write_biqwen
 from dual_sources import picture, png
 from live_server import answering
 from page_sources import PAGE, SPACE, write_pages
@@ -305,6 +306,23 @@ def test_vectors_of_queries_and_pages_in_one_request(colpali):
     assert [np.shape(one) for one in found][1:] == [(PAGE, SPACE)] * 2
     for got, want in zip(found, wanted, strict=True):
         close(got, want)
+
+
+def test_a_page_model_of_one_vector_answers_every_route_of_dense_vectors(tmp_path, load_model):
+    model = load_model(write_biqwen(tmp_path), 1, 256)
+    wanted = [*model.encode(images=FILES), model.encode_query("who?")]
+    inputs = [*({"image": uri} for uri in URIS), {"text": "who?"}]
+    close(openai_vectors(post(model, {"input": inputs})), wanted)
+    typed = [*({"type": "image", "url": uri} for uri in URIS), "who?"]
+    close(post(model, {"inputs": typed}, "/embed"), wanted)
+    body = {"query": "who?", "documents": [{"image": uri} for uri in URIS]}
+    found = post(model, body, "/v1/rerank")["results"]
+    scores = {one["index"]: one["relevance_score"] for one in found}
+    close([scores[0], scores[1]], [vector @ wanted[2] for vector in wanted[:2]])
+    answer = post(model, {"query": "who?", "documents": ["a text"]}, "/v1/rerank", 400)
+    assert "takes images as documents" in answer["error"]["message"]
+    pair = {"inputs": {"source_sentence": "who?", "sentences": ["a text"]}}
+    assert "takes images as documents" in str(post(model, pair, "/similarity", 422))
 
 
 def test_voyages_route_says_that_it_answers_dense_vectors(colpali):

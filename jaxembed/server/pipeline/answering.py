@@ -97,8 +97,8 @@ async def compare_texts(
     output = spec.representations[0]
     options = replace(options, outputs=frozenset({output}), adapter=meter.adapter)
     items = cast(Sequence[Input], inputs.items)
-    reads_pages = spec.image is not None and output == "multi_vector"
-    is_symmetric = len(loaded.text_routes) == 1 and spec.interaction is None and not reads_pages
+    has_roles = spec.interaction is not None or spec.reads_pages
+    is_symmetric = len(loaded.text_routes) == 1 and not has_roles
     if is_symmetric or options.prompt_name is not None:
         answer = await _answer(meter, tasks.embed(items, options))
     else:
