@@ -18,13 +18,16 @@ from jaxembed.data.spec import DenseLayer, Head, ImageRules, NormalizeLayer, Per
 
 COLPALI, COLQWEN = "colpali", "colqwen2"
 CLASSES = {COLPALI: ("ColPaliForRetrieval",), COLQWEN: ("ColQwen2ForRetrieval",)}
+# Processors of colpali-engine, and the classes of their models, which have one vector: the last
+# token's hidden state. The base of an adapter may be the language model itself; then only the
+# adapter's files name a processor.
+PROCESSORS = {"BiQwen2Processor": "BiQwen2", "BiQwen2_5_Processor": "BiQwen2_5"}
 # Classes of colpali-engine, by which published base models are saved. Their config.json is that of
 # the language model.
-ENGINE_CLASSES = {"ColPali": COLPALI, "ColQwen2": COLQWEN, "ColQwen2_5": COLQWEN}
-# Those with one vector, which is the last token's hidden state, and their processors. The base of
-# an adapter may be the language model itself; then only the adapter's files name the processor.
-PROCESSORS = {"BiQwen2Processor": "BiQwen2", "BiQwen2_5_Processor": "BiQwen2_5"}
-ENGINE_CLASSES |= dict.fromkeys(PROCESSORS.values(), COLQWEN)
+ENGINE_CLASSES = {
+    "ColPali": COLPALI,
+    **dict.fromkeys(("ColQwen2", "ColQwen2_5", *PROCESSORS.values()), COLQWEN),
+}
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 # The converters; their `outline(source, hf, options)` describes a model.
 PAGE_READERS = {COLPALI: "converters.vision.colpali", COLQWEN: "converters.vision.colqwen"}
