@@ -70,9 +70,10 @@ def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str |
     scheme_of(hf)  # raises for what is not supported
     own = _class_of(source, hf)
     if own is not None:  # as transformers nests the configs
-        kept = {key: hf[key] for key in KEPT if key in hf} | {"architectures": [own]}
-        hf = kept | {"model_type": ENGINE_CLASSES[own], "vlm_config": hf}
-    kind = hf["model_type"]
+        kept = {key: hf[key] for key in KEPT if key in hf}
+        nested = {"model_type": ENGINE_CLASSES[own], "architectures": [own], "vlm_config": hf}
+        hf = kept | nested
+    kind: str = hf["model_type"]
     for architecture in hf.get("architectures") or ():
         refuse_unknown(f"{kind} architecture", architecture, (*CLASSES[kind], *ENGINE_CLASSES))
     return {"": import_module(PAGE_READERS[kind]).outline(source, hf, options)}, ""
