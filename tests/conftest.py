@@ -26,7 +26,15 @@ from benchmarks.parameters import random_parameters
 from jaxembed import Embedder, EngineConfig
 from jaxembed.checkpoints import checkpoint
 from jaxembed.config import TextConfig
-from jaxembed.data.spec import DType, ImageRules, ModelSpec, NormalizeLayer, Pooled, scoring_heads
+from jaxembed.data.spec import (
+    DType,
+    ImageRules,
+    ModelSpec,
+    NormalizeLayer,
+    Pooled,
+    Tiles,
+    scoring_heads,
+)
 from jaxembed.engine import build
 from jaxembed.engine.autotune import calibrate, costs, native_trial
 from jaxembed.engine.autotune.calibrate import Rate
@@ -115,9 +123,20 @@ def _decoder(architecture: str = "qwen3", **config: Any) -> dict[str, Any]:
     return {"architecture": architecture, "config": _SIZES | usual | config}
 
 
+def _image(**rules: Any) -> ImageRules:
+    return ImageRules(patch=4, mean=(0.5,) * 3, std=(0.5,) * 3, token_id=100, **rules)
+
+
 def _pages(rules: dict[str, Any], **config: Any) -> dict[str, Any]:
-    image = ImageRules(patch=4, mean=(0.5,) * 3, std=(0.5,) * 3, token_id=100, **rules)
-    return _decoder("pages", qk_norm=False, image_token_id=100, **config) | {"image": image}
+    backbone = _decoder("pages", qk_norm=False, image_token_id=100, **config)
+    return backbone | {"image": _image(**rules)}
+
+
+def _modernbert(architecture: str = "modernbert", **config: Any) -> dict[str, Any]:
+    usual = {"num_layers": 3, "global_layers": [0], "local_reach": 3, "global_theta": 160000.0}
+    usual |= {"local_theta": 10000.0, "attention_bias": False, "mlp_bias": False}
+    usual |= {"norm_bias": False}
+    return {"architecture": architecture, "config": _SIZES | usual | config}
 
 
 def _t5(**config: Any) -> dict[str, Any]:
@@ -166,6 +185,14 @@ TOWERS: dict[str, dict[str, Any]] = {
             "global_layers": [1],
         },
     ),
+    "pages, tiles": _modernbert(
+        "modernbert_pages",
+        image_token_id=100,
+        image=_VISION
+        | {"max_positions": 16, "patch_bytes": 48, "patch_bias": True}
+        | {"merge": 2, "projection_bias": False},
+    )
+    | {"image": _image(size=(16, 16), merge=2, tiles=Tiles(32, (((5,),) * 2,) * 2, (6,), (7,)))},
     "nomic_bert": _bert(
         **_GATED,
         activation="silu",
@@ -183,12 +210,7 @@ TOWERS: dict[str, dict[str, Any]] = {
     ),
     "jina_bert": _bert(**_GATED, alibi=True),
     "jina_bert_code": _bert(**_GATED, alibi=True, qk_norm=True, residual_norm=True),
-    "modernbert": {
-        "architecture": "modernbert",
-        "config": _SIZES
-        | {"num_layers": 3, "global_layers": [0], "local_reach": 3, "global_theta": 160000.0}
-        | {"local_theta": 10000.0, "attention_bias": False, "mlp_bias": False, "norm_bias": False},
-    },
+    "modernbert": _modernbert(),
     "deberta": _deberta(),
     "deberta, every switch": _deberta(
         type_vocab_size=2,

@@ -268,8 +268,8 @@ def test_every_architecture_and_converter_has_a_golden():
     converters = {CONVERTERS[config["model_type"]] for config in configs}
     assert converters == set(CONVERTERS.values())
     backbones = {family_of_type(kind).architecture for kind in CONVERTERS}
-    # test_dual has CLIP's in numpy, and that of pages is made of it and of Qwen3's
-    assert backbones | {"clip", "pages"} == set(ARCHITECTURES)
+    # test_dual has CLIP's in numpy; those of pages are made of it, and of Qwen3's or ModernBERT's
+    assert backbones | {"clip", "pages", "modernbert_pages"} == set(ARCHITECTURES)
 
 
 def test_every_pooling_has_a_model_of_its_own():

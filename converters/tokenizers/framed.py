@@ -32,6 +32,13 @@ class FramedTokenizer:
         """Return the ids of a text in which special tokens are written out."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def own_frame(self) -> tuple[str, str]:
+        """Return the special tokens that the tokenizer itself puts before and after a text."""
+        tokens = self._tokenizer.encode(SAMPLES[0]).tokens
+        inner = self._tokenizer.encode(SAMPLES[0], add_special_tokens=False).tokens
+        at = tokens.index(inner[0])
+        return "".join(tokens[:at]), "".join(tokens[at + len(inner) :])
+
     def framed(self, before: str, after: str, prompt: str) -> bytes:
         """Return a tokenizer.json that puts `before` and `after` around each text. Raises
         CheckpointError if a token spans a text and what is around it, tried with `prompt` and

@@ -63,6 +63,7 @@ from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models.clip import CLASS_ID, ClipConfig
 
 CLIP, METACLIP2, SIGLIP, SIGLIP2 = "clip", "metaclip_2", "siglip", "siglip2"
+IDEFICS3 = "idefics3"  # no model of two halves: see `image_rules`
 CLASSES = {
     CLIP: ("CLIPModel",),
     METACLIP2: ("MetaClip2Model",),
@@ -500,8 +501,9 @@ def image_rules(
     whose image processor has these `fields`. Raises UnsupportedModel for another processor,
     CheckpointError for images of another size."""
     rules = read_rules(fields, hf["patch_size"])
-    # only SigLIP2 has a maximum of patches, and only Qwen2-VL an area
-    if (rules.most_patches is not None) != (kind == SIGLIP2) or rules.area is not None:
+    # only SigLIP2 has a maximum of patches, only Idefics3 has tiles, and only Qwen2-VL an area
+    is_other = (rules.most_patches is not None) != (kind == SIGLIP2) or rules.area is not None
+    if is_other or (rules.tiles is not None) != (kind == IDEFICS3):
         name = fields.get("image_processor_type")
         raise UnsupportedModel(f"image processor {name!r} of a {kind} model is not supported")
     if rules.most_patches is not None:
@@ -509,7 +511,8 @@ def image_rules(
     size = (hf["image_size"], hf["image_size"])
     if rules.made != size:
         raise CheckpointError(
-            f"{folder}: the final image size is {rules.made}, and the image encoder takes {size}"
+            f"{folder}: the final size of an image or tile is {rules.made}, and the image encoder "
+            f"takes {size}"
         )
     return rules
 

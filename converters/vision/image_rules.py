@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from converters.fields import PROCESSOR_FIELDS, check_fields, given, lookup
-from jaxembed.data.spec import ImageRules, Resample
+from jaxembed.data.spec import ImageRules, Resample, Tiles
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
 RESAMPLE_NAMES: dict[int, Resample] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
@@ -42,17 +42,27 @@ PROCESSOR_DEFAULTS: dict[str, dict[str, Any]] = {
         "temporal_patch_size": 2,
         "merge_size": 2,
     },
+    "Idefics3": {
+        "resample": 1,
+        "size": {"longest_edge": 4 * 364},
+        "max_image_size": {"longest_edge": 364},  # that of a tile
+        "do_image_splitting": True,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
 }
 MAX_AREA = 2**31  # pixels
 MAX_MERGE = 8  # patches along the side of the square that becomes one token
 COMMON_DEFAULTS = {"resample": 3, "rescale_factor": 1 / 255}
 ENDINGS = ("Fast", "Pil")
 MAX_SIDE = 8192  # pixels
+MAX_TILED_SIDE = 4096  # pixels; transformers resizes larger images once more
 MAX_PATCHES = 8192  # maximum of an image: the longest row of a default grid
 
 
 def read_rules(config: Mapping[str, Any], patch: int) -> ImageRules:
-    """Return the rules of the image processor `config`, for patches of `patch` by `patch` pixels.
+    """Return the rules of the image processor `config`, for patches of `patch` by `patch` pixels,
+    without the tokens around images and tiles.
     Raises UnsupportedModel for an unknown processor or step, and CheckpointError for invalid
     fields."""
     full_name = config.get("image_processor_type") or config.get("feature_extractor_type") or "CLIP"
@@ -64,6 +74,8 @@ def read_rules(config: Mapping[str, Any], patch: int) -> ImageRules:
         raise UnsupportedModel(f"image processor {full_name!r} is not supported; known: {known}")
     fields = {**COMMON_DEFAULTS, **PROCESSOR_DEFAULTS[processor], **given(config)}
     switches = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_pad": False}
+    if processor == "Idefics3":  # it pads images to one size, which all tiles have
+        switches = switches | {"do_pad": fields.get("do_pad"), "do_image_splitting": True}
     for switch, wanted in switches.items():
         if fields.get(switch, wanted) is not wanted:
             raise UnsupportedModel(
@@ -122,6 +134,17 @@ def _resize_fields(fields: Mapping[str, Any], processor: str, patch: int) -> dic
         if area[0] > area[1]:
             raise CheckpointError(f"min_pixels {area[0]} of images is over max_pixels {area[1]}")
         return {"area": area, "merge": merge, "place_numbers": 3}  # time, row, column
+    if processor == "Idefics3":  # images nearly keep their aspect ratio, in whole tiles
+        side, longest = (
+            _whole(name, _longest_edge(name, fields[name]), MAX_TILED_SIDE)
+            for name in ("max_image_size", "size")
+        )
+        if side >= longest:
+            raise UnsupportedModel(
+                f"size {longest} of images in tiles of {side} is not supported; known: a larger "
+                "size, so that images are split"
+            )
+        return {"size": (side, side), "tiles": Tiles(longest, (), (), ())}
     # all images are resized or cropped to one size
     size, shortest = _target_size(fields["size"], square=processor != "CLIP")
     crop = _height_and_width("crop_size", fields["crop_size"]) if fields["do_center_crop"] else None
@@ -135,6 +158,13 @@ def _resize_fields(fields: Mapping[str, Any], processor: str, patch: int) -> dic
             f"images of {size or shortest} are not supported: the crop {crop} is larger"
         )
     return {"size": size, "shortest": shortest, "crop": crop}
+
+
+def _longest_edge(name: str, value: Any) -> Any:
+    """Return the longest_edge of the field `name`. Raises UnsupportedModel for other keys."""
+    if not isinstance(value, Mapping) or set(given(value)) != {"longest_edge"}:
+        raise UnsupportedModel(f"{name} {value!r} of images is not supported; known: longest_edge")
+    return value["longest_edge"]
 
 
 def _refuse_other_patches(fields: Mapping[str, Any], patch: int) -> None:

@@ -16,8 +16,14 @@ from converters.vision.dual import refuse_options
 from jaxembed.data.outputs import OutputName
 from jaxembed.data.spec import DenseLayer, Head, ImageRules, NormalizeLayer, PerToken, Pooled
 
-COLPALI, COLQWEN = "colpali", "colqwen2"
-CLASSES = {COLPALI: ("ColPaliForRetrieval",), COLQWEN: ("ColQwen2ForRetrieval",)}
+COLPALI, COLQWEN, COLMODERNVBERT = "colpali", "colqwen2", "colmodernvbert"
+COLIDEFICS3 = "colidefics3"  # the name that transformers would give the class of ColSmol
+CLASSES = {
+    COLPALI: ("ColPaliForRetrieval",),
+    COLQWEN: ("ColQwen2ForRetrieval",),
+    COLMODERNVBERT: ("ColModernVBertForRetrieval",),
+    COLIDEFICS3: (),
+}
 # Processors of colpali-engine, and the classes of their models, which have one vector: the last
 # token's hidden state. The base of an adapter may be the language model itself; then only the
 # adapter's files name a processor.
@@ -26,11 +32,18 @@ PROCESSORS = {"BiQwen2Processor": "BiQwen2", "BiQwen2_5_Processor": "BiQwen2_5"}
 # the language model.
 ENGINE_CLASSES = {
     "ColPali": COLPALI,
+    "ColModernVBert": COLMODERNVBERT,
+    "ColIdefics3": COLIDEFICS3,
     **dict.fromkeys(("ColQwen2", "ColQwen2_5", *PROCESSORS.values()), COLQWEN),
 }
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 # The converters; their `outline(source, hf, options)` describes a model.
-PAGE_READERS = {COLPALI: "converters.vision.colpali", COLQWEN: "converters.vision.colqwen"}
+PAGE_READERS = {
+    COLPALI: "converters.vision.colpali",
+    COLQWEN: "converters.vision.colqwen",
+    COLMODERNVBERT: "converters.vision.idefics3",
+    COLIDEFICS3: "converters.vision.idefics3",
+}
 
 KEPT = ("dtype", "torch_dtype", "embedding_dim")  # keys outside of vlm_config
 PARTS = ("weight", "bias")
@@ -93,6 +106,7 @@ def page_outline(
     limit: int,
     tensors: TensorRules,
     tokenizer: bytes,
+    architecture: str = "pages",
 ) -> Outline:
     """Return the outline of the model in `source`, whose backbone has this `config`. `image` says
     how pages become tokens, and `limit` is the maximum number of tokens. `prompt` is for queries.
@@ -105,7 +119,9 @@ def page_outline(
         layer = DenseLayer(config["hidden_size"], width, activation="identity")
         rules = dense_rules("multi_vector", number=0, layer=layer, tensor="embedding_proj_layer")
         names = {f"custom_text_proj.{part}": f"embedding_proj_layer.{part}" for part in PARTS}
-        tensors = replace(tensors, rules=(*tensors.rules, *rules), renames=names)
+        tensors = replace(
+            tensors, rules=(*tensors.rules, *rules), renames={**tensors.renames, **names}
+        )
         heads = {"multi_vector": PerToken((layer, NormalizeLayer()))}
     layout = Layout(backbone="", heads=heads, prompts={QUERY: prompt}, default_prompt_name=QUERY)
     spec = spec_of(
@@ -113,7 +129,7 @@ def page_outline(
         layout,
         config,
         hf,
-        architecture="pages",
+        architecture=architecture,
         image=image,
         token_types=False,
         max_input_tokens=limit,

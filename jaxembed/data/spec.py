@@ -292,16 +292,32 @@ class Chat(msgspec.Struct, frozen=True):
 Resample = Literal["nearest", "lanczos", "bilinear", "bicubic"]
 
 
+class Tiles(msgspec.Struct, frozen=True):
+    """How an image is cut into tiles of equal size, which an image encoder takes one by one.
+
+    The image is resized so that its longer side has `longest` pixels, and then to whole tiles. Its
+    tiles are in the order of rows; one more tile shows the whole image. The other fields are ids of
+    tokens: `names` those before a tile, by its row and column, `row_end` those after each row but
+    the last, and `whole` those between the last row and the tile of the whole image.
+    """
+
+    longest: int
+    names: tuple[tuple[tuple[int, ...], ...], ...]
+    row_end: tuple[int, ...]
+    whole: tuple[int, ...]
+
+
 class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     """How an image becomes patches of `patch` by `patch` pixels, and patches become tokens.
 
     The image is resized with the filter `resample`, as transformers' processors do it. Exactly one
-    of four fields says to which size. With `size` all images get this height and width. With
-    `shortest` the shorter side gets this length. The other two nearly keep the aspect ratio: with
-    `most_patches` an image is resized to whole patches, at most so many, and with `area` to whole
-    tokens, which have between area[0] and area[1] pixels together. After that, if `crop` is given,
-    a rectangle of this height and width is cut from the middle. Sizes are in pixels. The device
-    computes (value * rescale - mean) / std for each value, with the `mean` and `std` of its colour.
+    of four fields says to which size. With `size` all images get this height and width, or if there
+    are `tiles` all tiles. With `shortest` the shorter side gets this length. The other two nearly
+    keep the aspect ratio: with `most_patches` an image is resized to whole patches, at most so
+    many, and with `area` to whole tokens, which have between area[0] and area[1] pixels together.
+    After that, if `crop` is given, a rectangle of this height and width is cut from the middle.
+    Sizes are in pixels. The device computes (value * rescale - mean) / std for each value, with the
+    `mean` and `std` of its colour.
 
     Each block of `merge` by `merge` patches is a token with the id `token_id`. `before` and `after`
     are the ids of the tokens around an image's patches. A token's place in its image is given by
@@ -323,6 +339,7 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     after: tuple[int, ...] = ()
     place_numbers: int = 0
     merge: int = 1
+    tiles: Tiles | None = None
 
     @property
     def patch_bytes(self) -> int:
@@ -341,16 +358,16 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def made(self) -> tuple[int, int]:
-        """The height and width of every image in pixels after resizing and cropping. The rules must
-        have a `crop` or a `size`, which give all images the same size."""
+        """The height and width in pixels of every image after resizing and cropping, or of every
+        tile. The rules must have a `crop` or a `size`."""
         size = self.crop or self.size
         assert size is not None
         return size
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The numbers of rows and columns of patches of every image. The rules must have a `crop`
-        or a `size`."""
+        """The numbers of rows and columns of patches of every image or tile. The rules must have a
+        `crop` or a `size`."""
         height, width = self.made
         return height // self.patch, width // self.patch
 

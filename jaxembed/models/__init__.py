@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "clip": "jaxembed.models.clip:Clip",
     "deberta": "jaxembed.models.deberta:Deberta",
     "modernbert": "jaxembed.models.modernbert:ModernBert",
+    "modernbert_pages": "jaxembed.models.pages:ModernBertPages",
     "pages": "jaxembed.models.pages:Pages",
     "qwen3": "jaxembed.models.qwen3:Qwen3",
     "t5": "jaxembed.models.t5:T5",

@@ -460,8 +460,15 @@ class WordEmbeddings(nnx.Module):
         self.scale, self.norm = scale, norm
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
+        return self.normed(self.scaled(tokens))
+
+    def scaled(self, tokens: PackedTokens) -> Hidden:
+        """Return the word embeddings times the scale."""
         hidden = self.word(tokens.ids)
-        hidden = hidden if self.scale == 1.0 else hidden * self.scale
+        return hidden if self.scale == 1.0 else hidden * self.scale
+
+    def normed(self, hidden: Hidden) -> Hidden:
+        """Return the result for these scaled embeddings."""
         return hidden if self.norm is None else self.norm(hidden)
 
 

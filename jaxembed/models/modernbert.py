@@ -58,9 +58,12 @@ class ModernBert(nnx.Module):
         self.local_theta = config.local_theta
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
+        return self.run(self.embeddings(tokens), tokens)
+
+    def run(self, hidden: Hidden, tokens: PackedTokens) -> Hidden:
+        """Return the last hidden states. `hidden` are the embeddings of the tokens."""
         global_rotation = Rotation.of(tokens, self.head_width, self.global_theta)
         local_rotation = Rotation.of(tokens, self.head_width, self.local_theta)
-        hidden = self.embeddings(tokens)
         for number, layer in enumerate(self.layers):
             rotation = global_rotation if number in self.global_layers else local_rotation
             hidden = layer(hidden, tokens, rotation=rotation)

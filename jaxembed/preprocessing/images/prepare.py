@@ -1,5 +1,6 @@
-"""Resizes images, cuts them into the patches that a backbone takes, and computes the place of each
-token in its image. The results equal those of transformers' processors bit for bit. Needs Pillow.
+"""Resizes images, cuts them into the patches that a backbone takes, and computes the id of each
+token and its place in its image. The results equal those of transformers' processors bit for bit.
+Needs Pillow.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxembed.data.spec import ImageRules
+from jaxembed.data.spec import ImageRules, Tiles
 from jaxembed.errors import InvalidImage
 from jaxembed.preprocessing.images.decode import MAX_PIXELS
 
@@ -24,25 +25,71 @@ MAX_ASPECT = 200  # maximum of longer side / shorter side, if the rules have an 
 def prepare_image(image: Picture, rules: ImageRules) -> np.ndarray:
     """Resize a Pillow image in mode RGB, and cut it into patches: uint8 `[tokens, token_bytes]`.
 
-    The tokens of the image, the patches of a token and the pixels of a patch are in the order of
-    rows from top to bottom, and from left to right in a row. Raises InvalidImage for an image that
-    is too long and narrow: resizing would take too much memory, or the model does not accept it.
+    The tiles of the image, the tokens of a tile or image, the patches of a token and the pixels of
+    a patch are in the order of rows from top to bottom, and from left to right in a row. Raises
+    InvalidImage for an image that is too long and narrow: resizing would take too much memory, or
+    the model does not accept it.
     """
-    from PIL import Image  # imported here, because only models of images need Pillow
-
-    height, width = resized_size(image.height, image.width, rules)
-    resized = np.asarray(image.resize((width, height), Image.Resampling[rules.resample.upper()]))
+    size = resized_size(image.height, image.width, rules)
+    if rules.tiles is not None:
+        image = _resize(image, _scaled(image.height, image.width, rules.tiles), rules)
+        image = _resize(image, size, rules)
+        return _tile_patches(image, _resize(image, rules.made, rules), rules)
+    resized = np.asarray(_resize(image, size, rules))
     if rules.crop is not None:
         crop_height, crop_width = rules.crop
-        top, left = (height - crop_height) // 2, (width - crop_width) // 2
+        top, left = (size[0] - crop_height) // 2, (size[1] - crop_width) // 2
         resized = resized[top : top + crop_height, left : left + crop_width]
     return patches(resized, rules.patch, rules.merge)
+
+
+def _resize(image: Picture, size: tuple[int, int], rules: ImageRules) -> Picture:
+    """Return the image in the `size`, height and width."""
+    from PIL import Image  # imported here, because only models of images need Pillow
+
+    height, width = size
+    return image.resize((width, height), Image.Resampling[rules.resample.upper()])
+
+
+def _tile_patches(image: Picture, whole: Picture, rules: ImageRules) -> np.ndarray:
+    """Return the patches of an image of whole tiles, tile by tile, and of the tile `whole`."""
+    colours, (side, _) = np.asarray(image), rules.made
+    corners = [
+        (top, left) for top in range(0, image.height, side) for left in range(0, image.width, side)
+    ]
+    made = np.empty(
+        (len(corners) + 1, (side // rules.token_side) ** 2, rules.token_bytes), np.uint8
+    )
+    for number, (top, left) in enumerate(corners):
+        tile = colours[top : top + side, left : left + side]
+        made[number] = patches(tile, rules.patch, rules.merge)
+    made[-1] = patches(np.asarray(whole), rules.patch, rules.merge)
+    return made.reshape(-1, rules.token_bytes)
+
+
+def image_ids(height: int, width: int, rules: ImageRules) -> list[int]:
+    """Return the ids of the tokens of an image of `height` by `width` pixels before resizing, and
+    of the tokens around the image and its tiles. Raises InvalidImage as `prepare_image` does."""
+    high, wide = rules.crop or resized_size(height, width, rules)
+    if rules.tiles is None:
+        tokens = [rules.token_id] * (high // rules.token_side * (wide // rules.token_side))
+        return [*rules.before, *tokens, *rules.after]
+    side, _ = rules.made
+    tile = [rules.token_id] * (side // rules.token_side) ** 2
+    ids = [*rules.before]
+    for row, names in enumerate(rules.tiles.names[: high // side]):
+        ids += rules.tiles.row_end if row else ()
+        for name in names[: wide // side]:
+            ids += [*name, *tile]
+    return [*ids, *rules.tiles.whole, *tile, *rules.after]
 
 
 def resized_size(height: int, width: int, rules: ImageRules) -> tuple[int, int]:
     """Return the height and width in pixels that an image of `height` by `width` pixels is resized
     to, before `rules.crop` cuts out its middle. Raises InvalidImage if the image is too long and
     narrow."""
+    if rules.tiles is not None:
+        return _whole_tiles(*_scaled(height, width, rules.tiles), rules.made[0])
     if rules.size is not None:
         return rules.size
     if rules.most_patches is not None:
@@ -96,10 +143,36 @@ def size_within(height: int, width: int, side: int, area: tuple[int, int]) -> tu
     return high, wide
 
 
+def _scaled(height: int, width: int, tiles: Tiles) -> tuple[int, int]:
+    """Return the height and width of an image whose longer side is resized to `tiles.longest`. This
+    is _resize_output_size_rescale_to_max_len of transformers' Idefics3ImageProcessor."""
+    aspect = width / height
+    if width >= height:
+        high, wide = int(tiles.longest / aspect), tiles.longest
+        high += high % 2
+    else:
+        high, wide = tiles.longest, int(tiles.longest * aspect)
+        wide += wide % 2
+    return max(high, 1), max(wide, 1)
+
+
+def _whole_tiles(height: int, width: int, side: int) -> tuple[int, int]:
+    """Return the height and width, rounded up to tiles of `side` by `side` pixels, the longer side
+    first. This is resize_for_vision_encoder of transformers' Idefics3ImageProcessor."""
+    aspect = width / height
+    if width >= height:
+        wide = math.ceil(width / side) * side
+        return math.ceil(int(wide / aspect) / side) * side, wide
+    high = math.ceil(height / side) * side
+    return high, math.ceil(int(high * aspect) / side) * side
+
+
 def max_tokens(rules: ImageRules) -> int:
-    """Return the maximum number of tokens of an image whose rules have an `area`, with the tokens
-    around it. Narrow images can exceed the maximum area, because their shorter side has at least
-    one token."""
+    """Return the maximum number of tokens of an image whose rules have `tiles` or an `area`, with
+    the tokens around it. With an area, narrow images can exceed the maximum, because their shorter
+    side has at least one token."""
+    if rules.tiles is not None:
+        return len(image_ids(1, 1, rules))  # no shape has more tiles than a square
     assert rules.area is not None
     min_tokens, max_tokens = (pixels / rules.token_side**2 for pixels in rules.area)
     stretch = math.sqrt(MAX_ASPECT)

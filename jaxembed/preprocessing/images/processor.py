@@ -16,6 +16,7 @@ from jaxembed.platform.extras import require
 from jaxembed.preprocessing.images.decode import MAX_BYTES, decode_image, image_size, to_pillow
 from jaxembed.preprocessing.images.parts import WORD, PartsTokenizer, Segment, words_of
 from jaxembed.preprocessing.images.prepare import (
+    image_ids,
     image_positions,
     max_tokens,
     prepare_image,
@@ -201,15 +202,14 @@ class ImageProcessor:
         with self._budget.taken(0 if is_for_small() else memory_bytes):
             image = decode_image(data) if isinstance(data, bytes) else to_pillow(data)
             patches = prepare_image(image, self._rules)
-        before, place_numbers = self._rules.before, self._rules.place_numbers
-        patch_ids = [self._rules.token_id] * len(patches)
-        ids = np.array([*before, *patch_ids, *self._rules.after], np.int32)
+        place_numbers = self._rules.place_numbers
+        ids = np.array(image_ids(image.height, image.width, self._rules), np.int32)
         # Each row holds the numbers of a token's place, and then the bytes of its patches as int32.
         pixels = np.zeros((len(ids), words_of(self._rules)), np.int32)
         if place_numbers:
             pixels[:, :place_numbers] = image_positions(image.height, image.width, self._rules)
-        patch_rows = slice(len(before), len(before) + len(patches))
-        pixels[patch_rows, place_numbers:] = np.ascontiguousarray(patches).view(WORD)
+        is_patch = ids == self._rules.token_id
+        pixels[is_patch, place_numbers:] = np.ascontiguousarray(patches).view(WORD)
         return Encoding(ids, pixels=pixels)
 
 
