@@ -26,7 +26,6 @@ from converters.vision.dual import (
 )
 from converters.vision.pages import (
     AUGMENTATION_TOKENS,
-    COLIDEFICS3,
     COLMODERNVBERT,
     PARTS,
     page_outline,
@@ -90,8 +89,8 @@ KINDS = {
         },
         renames={},
     ),
-    COLIDEFICS3: _Kind(
-        model_type="idefics3",
+    IDEFICS3: _Kind(
+        model_type=IDEFICS3,
         text_types=("llama",),
         image_types=("idefics3_vision", "idefics3"),
         family=llama.FAMILY,

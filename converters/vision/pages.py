@@ -17,12 +17,12 @@ from jaxembed.data.outputs import OutputName
 from jaxembed.data.spec import DenseLayer, Head, ImageRules, NormalizeLayer, PerToken, Pooled
 
 COLPALI, COLQWEN, COLMODERNVBERT = "colpali", "colqwen2", "colmodernvbert"
-COLIDEFICS3 = "colidefics3"  # the name that transformers would give the class of ColSmol
+IDEFICS3 = "idefics3"  # of ColSmol, whose class transformers does not have
 CLASSES = {
     COLPALI: ("ColPaliForRetrieval",),
     COLQWEN: ("ColQwen2ForRetrieval",),
     COLMODERNVBERT: ("ColModernVBertForRetrieval",),
-    COLIDEFICS3: (),
+    IDEFICS3: (),
 }
 # Processors of colpali-engine, and the classes of their models, which have one vector: the last
 # token's hidden state. The base of an adapter may be the language model itself; then only the
@@ -33,7 +33,7 @@ PROCESSORS = {"BiQwen2Processor": "BiQwen2", "BiQwen2_5_Processor": "BiQwen2_5"}
 ENGINE_CLASSES = {
     "ColPali": COLPALI,
     "ColModernVBert": COLMODERNVBERT,
-    "ColIdefics3": COLIDEFICS3,
+    "ColIdefics3": IDEFICS3,
     **dict.fromkeys(("ColQwen2", "ColQwen2_5", *PROCESSORS.values()), COLQWEN),
 }
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -42,7 +42,7 @@ PAGE_READERS = {
     COLPALI: "converters.vision.colpali",
     COLQWEN: "converters.vision.colqwen",
     COLMODERNVBERT: "converters.vision.idefics3",
-    COLIDEFICS3: "converters.vision.idefics3",
+    IDEFICS3: "converters.vision.idefics3",
 }
 
 KEPT = ("dtype", "torch_dtype", "embedding_dim")  # keys outside of vlm_config

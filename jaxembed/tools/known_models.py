@@ -24,7 +24,7 @@ Fact = Literal[
 Kind = Literal["embedder", "reranker", "sparse", "colbert", "static", "images", "pages"]
 
 KIND_OF_TYPE: dict[str, Kind] = {
-    **dict.fromkeys(("colpali", "colqwen2", "qwen2_5_vl"), "pages"),
+    **dict.fromkeys(("colpali", "colqwen2", "colmodernvbert", "qwen2_5_vl"), "pages"),
     **dict.fromkeys(("clip", "metaclip_2", "siglip", "siglip2", "qwen3_vl"), "images"),
     "static": "static",
 }

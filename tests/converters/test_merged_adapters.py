@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import colqwen_sources
+import idefics3_sources
 import ml_dtypes
 import numpy as np
 import page_sources
@@ -180,6 +181,15 @@ def test_the_processor_of_an_adapter_names_the_class_of_a_plain_base(file, tmp_p
     np.testing.assert_allclose(
         got[kernel][:, :64], wanted[f"language_model.{LINEAR}.weight"].T, atol=1e-5
     )
+
+
+def test_colsmol_may_be_an_adapter_of_colpali_engine(tmp_path):
+    base = idefics3_sources.write_tiled(tmp_path / "base", "colsmol")
+    layer, width = f"model.text_model.{LINEAR}", idefics3_sources.WIDTH
+    adapter = write_adapter(
+        tmp_path / "adapter", {layer: (width, width)}, base_model_name_or_path=str(base)
+    )
+    assert_merged(base, adapter, {layer: layer})
 
 
 def test_the_class_that_a_nested_config_names_does_not_count(tmp_path):

@@ -5,6 +5,7 @@ import base64
 from ipaddress import ip_network
 from typing import Any
 
+import idefics3_sources
 import numpy as np
 import pytest
 from colqwen_sources import write_biqwen
@@ -323,6 +324,26 @@ def test_a_page_model_of_one_vector_answers_every_route_of_dense_vectors(tmp_pat
     assert "takes images as documents" in answer["error"]["message"]
     pair = {"inputs": {"source_sentence": "who?", "sentences": ["a text"]}}
     assert "takes images as documents" in str(post(model, pair, "/similarity", 422))
+
+
+@pytest.mark.parametrize("kind", idefics3_sources.KINDS)
+def test_pages_of_tiles_are_ranked_and_embedded(kind, tmp_path):
+    folder = idefics3_sources.write_tiled(tmp_path / "model", kind)
+    grid = tmp_path / "grid.json"
+    grid.write_text('{"buckets": [[1, 32], [1, 256]]}')
+    config = EngineConfig(dtype="float32", devices=1, buckets=grid)
+    with Embedder(str(folder), cache_dir=tmp_path, config=config) as model:
+        body = {"query": "w1 w2", "documents": [{"image": uri} for uri in PAGE_URIS]}
+        found = post(model, body, "/v1/rerank")["results"]
+        wanted = model.rerank("w1 w2", images=PAGES)
+        assert [one["index"] for one in found] == [one.index for one in wanted]
+        close([one["relevance_score"] for one in found], [one.score for one in wanted])
+        inputs = ["w1 w2", {"type": "image", "url": URIS[0]}]
+        vectors = model.encode_multi(["w1 w2"], images=FILES[:1])
+        for got, want in zip(post(model, {"inputs": inputs}, "/embed_multi"), vectors, strict=True):
+            close(got, want)
+        refused = post(model, {"inputs": "w1 <image>"}, "/embed_multi", 422)
+        assert "the token that stands for a part of an image" in str(refused)
 
 
 def test_voyages_route_says_that_it_answers_dense_vectors(colpali):
