@@ -99,7 +99,14 @@ KINDS = {
         shuffle=("scale_factor", 2),
         image_token_id=128257,
         start="<|im_start|>",
-        text_defaults={"rms_norm_eps": 1e-5},
+        text_defaults={
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 2048,
+        },
         image_defaults={
             "hidden_size": 1152,
             "intermediate_size": 3072,

@@ -12,17 +12,16 @@ from converters.fields import CONFIG_FIELDS, check_fields, given, refuse_unknown
 from converters.heads import Layout, dense_rules, read_optional_json
 from converters.outline import Options, Outline, Reader, spec_of
 from converters.quantized import scheme_of
-from converters.vision.dual import refuse_options
+from converters.vision.dual import IDEFICS3, refuse_options
 from jaxembed.data.outputs import OutputName
 from jaxembed.data.spec import DenseLayer, Head, ImageRules, NormalizeLayer, PerToken, Pooled
 
 COLPALI, COLQWEN, COLMODERNVBERT = "colpali", "colqwen2", "colmodernvbert"
-IDEFICS3 = "idefics3"  # of ColSmol, whose class transformers does not have
 CLASSES = {
     COLPALI: ("ColPaliForRetrieval",),
     COLQWEN: ("ColQwen2ForRetrieval",),
     COLMODERNVBERT: ("ColModernVBertForRetrieval",),
-    IDEFICS3: (),
+    IDEFICS3: (),  # ColSmol's class is only in colpali-engine
 }
 # Processors of colpali-engine, and the classes of their models, which have one vector: the last
 # token's hidden state. The base of an adapter may be the language model itself; then only the

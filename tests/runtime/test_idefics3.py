@@ -1,7 +1,5 @@
 """ColModernVBERT and ColSmol: what their files say, tiles, and pages beside others."""
 
-import json
-
 import numpy as np
 import pytest
 from dual_sources import picture
@@ -199,16 +197,16 @@ def test_a_tokenizer_without_the_tokens_of_tiles_is_refused(tmp_path):
         outline(folder)
 
 
-def test_sizes_that_transformers_leaves_out_are_its_defaults(tmp_path):
-    folder = write_tiled(tmp_path)
-    for part in ("text_config", "vision_config"):
-        hf = json.loads((folder / "config.json").read_text())
-        hf["vlm_config"][part] = {"vocab_size": TEXT["vocab_size"], "image_size": TILE}
-        hf["vlm_config"][part] |= {"patch_size": 4} if part == "vision_config" else {}
-        write_json(folder / "config.json", hf)
-    config = outline(folder).spec.config
-    assert (config["hidden_size"], config["num_layers"], config["num_heads"]) == (768, 22, 12)
-    assert (config["image"]["hidden_size"], config["image"]["num_layers"]) == (768, 12)
+@pytest.mark.parametrize(
+    ("kind", "text", "image"),
+    [("colmodernvbert", (768, 22, 12), (768, 12)), ("colsmol", (4096, 32, 32), (1152, 12))],
+)
+def test_sizes_that_transformers_leaves_out_are_its_defaults(kind, text, image, tmp_path):
+    stated = {"text_config": {"vocab_size": TEXT["vocab_size"]}}
+    stated["vision_config"] = {"image_size": TILE, "patch_size": 4}
+    config = outline(write_tiled(tmp_path, kind, **stated)).spec.config
+    assert (config["hidden_size"], config["num_layers"], config["num_heads"]) == text
+    assert (config["image"]["hidden_size"], config["image"]["num_layers"]) == image
 
 
 @pytest.mark.parametrize("kind", KINDS)
