@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
 from typing import Any
@@ -248,12 +248,11 @@ class ByKernel:
     """An implementation that uses an attention kernel of an accelerator.
 
     `attend` computes attention as the function of this name does, and is also given `slots`, the
-    number of slots in a row. If `is_limited`, rows have at most so many segments. If `separate`,
-    layers compute queries, keys and values in products of their own, so that XLA writes each in the
-    order of axes in which the kernel reads it. `attend_joint(joint, segments, mask, slots)`, if
-    there is one, reads queries, keys and values of the same number of heads from one array.
-    `gather(flat, order, sizes)`, if there is one, returns `flat[order]` in parts of these sizes,
-    for the outputs of a program.
+    maximum number of segments in a row. If `separate`, layers compute queries, keys and values in
+    products of their own, so that XLA writes each in the order of axes in which the kernel reads
+    it. `attend_joint(joint, segments, mask, slots)`, if there is one, reads queries, keys and
+    values of the same number of heads from one array. `gather(flat, order, sizes)`, if there is
+    one, returns `flat[order]` in parts of these sizes, for the outputs of a program.
     """
 
     attend: Callable[..., Array]
@@ -261,7 +260,6 @@ class ByKernel:
     separate: bool = False
     attend_joint: Callable[..., Array] | None = None
     gather: Callable[..., list[Array]] | None = None
-    is_limited: bool = False
 
     def __call__(self, *arguments: Any, **optional: Any) -> Heads:
         """Compute attention with the kernel."""
@@ -269,12 +267,13 @@ class ByKernel:
 
 
 @contextmanager
-def more_segments_than_slots() -> Iterator[None]:
-    """Make `attend` take rows of any number of segments in all functions that this thread traces in
-    the block. XLA computes them if the kernel is limited to one segment for each slot."""
+def with_segments(count: int) -> Iterator[None]:
+    """Make `attend` take rows of at least `count` segments in all functions that this thread traces
+    in the block. Without it, rows have at most as many as slots."""
     implementation = _IMPLEMENTATION.get()
-    is_limited = isinstance(implementation, ByKernel) and implementation.is_limited
-    with using(by_xla if is_limited else implementation):
+    if isinstance(implementation, ByKernel):
+        implementation = replace(implementation, slots=max(implementation.slots, count))
+    with using(implementation):
         yield
 
 

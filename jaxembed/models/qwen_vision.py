@@ -7,7 +7,6 @@ them.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import isqrt
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxembed.models.attention import AttentionMask, more_segments_than_slots
+from jaxembed.models.attention import AttentionMask, with_segments
 from jaxembed.models.layers import Embedding, LayerNorm, Linear, Mlp, RMSNorm, attend_hidden
 from jaxembed.models.parallel import share
 from jaxembed.models.rope import Rotation
@@ -174,7 +173,10 @@ class VisionLayer(nnx.Module):
         # The patches of a window are adjacent, and the distance between two is less than their
         # number.
         reach = None if window is None else (window * config.merge) ** 2 - 1
-        self.mask = AttentionMask(reach=reach)
+        self.mask, self.patches_per_token = AttentionMask(reach=reach), config.merge**2
+        # Segments per token: the smallest image has three tokens with those around it. No image has
+        # more windows for its size than one that is a token longer than a window.
+        self.most_segments = 1 / 3 if window is None else max(1 / 3, 2 / (window + 1))
         self.attention_norm = _norm(config)
         head = (config.num_heads, dim // config.num_heads)
         self.num_heads = share(config.num_heads, "attention heads of the image encoder")
@@ -196,7 +198,8 @@ class VisionLayer(nnx.Module):
         patch, like segments. A local layer attends within windows, other layers within images."""
         normal = self.attention_norm(hidden)
         segments = windows if self.is_local else images
-        with more_segments_than_slots() if self.is_local else nullcontext():
+        tokens = hidden.shape[1] // self.patches_per_token
+        with with_segments(int(self.most_segments * tokens) + 1):
             mixed = attend_hidden(
                 normal, self.qkv, self.num_heads, segments, self.mask, rotation=rotation
             )

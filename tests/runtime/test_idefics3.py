@@ -124,7 +124,7 @@ def test_no_page_exceeds_the_estimates_of_tokens_and_memory(tmp_path):
         # Pillow's image and two copies of the patches, of whole tiles and one more
         patches = (made.planes["ids"] == IMAGE_ID).sum() * spec.image.token_bytes
         assert patches == 3 * (high * wide + TILE**2)
-        assert processor._bytes(image) > 4 * high * wide + 2 * patches
+        assert processor._facts_of_image(image).memory_bytes > 4 * high * wide + 2 * patches
 
 
 def of(part: str, kind: str = "colmodernvbert", **changes):

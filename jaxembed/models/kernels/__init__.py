@@ -69,10 +69,10 @@ class Kernel:
     """An attention kernel.
 
     `attend(query, key, value, segments, mask, slots)` computes the result of `attention.attend`;
-    `slots` is the number of slots in a row. If some tokens are hidden as keys, it is also given
-    `key_segments`. `refuses(call, length)` returns the reason if the kernel does not support
-    attention with the properties `call` in rows of `length` tokens, or None if it does. The other
-    fields are those of ByKernel.
+    `slots` is the maximum number of segments in a row. If some tokens are hidden as keys, it is
+    also given `key_segments`. `refuses(call, length)` returns the reason if the kernel does not
+    support attention with the properties `call` in rows of `length` tokens, or None if it does. The
+    other fields are those of ByKernel.
     """
 
     name: str
@@ -81,12 +81,10 @@ class Kernel:
     separate: bool = False
     attend_joint: Callable | None = None
     gather: Callable | None = None
-    is_limited: bool = False
 
     def implementation(self, slots: int) -> ByKernel:
-        """Return the attention implementation for rows with so many slots."""
-        others = self.separate, self.attend_joint, self.gather, self.is_limited
-        return ByKernel(self.attend, slots, *others)
+        """Return the attention implementation for rows with at most so many segments."""
+        return ByKernel(self.attend, slots, self.separate, self.attend_joint, self.gather)
 
 
 def refuses_changed_scores(call: Call) -> str | None:

@@ -66,4 +66,4 @@ def offsets(segments: Segments, slots: int) -> Int[Array, " sequences_and_one"]:
     return jnp.append(first_tokens, rows * length).astype(jnp.int32)
 
 
-KERNEL = Kernel("flash", attend, refuses, is_limited=True)
+KERNEL = Kernel("flash", attend, refuses)

@@ -407,7 +407,7 @@ def check_count(place: str, count: int) -> None:
     """Check that the list at the path `place` in the body may have `count` items. The path tells
     whether the items are parts of an input, values, inputs, or the texts of one input. Raises
     BadField, BatchTooLarge and RequestTooLarge."""
-    if place.endswith("].content"):
+    if place.endswith(".content"):
         if count > MAX_CONTENT:
             raise BadField(f"{too_many_parts(count)} - at `$.{place}`", field=place)
     elif place.rsplit(".", 1)[-1] in VALUE_LISTS:
