@@ -185,7 +185,7 @@ TOWERS: dict[str, dict[str, Any]] = {
             "global_layers": [1],
         },
     ),
-    "pages, tiles": _modernbert(
+    "modernbert_pages": _modernbert(
         "modernbert_pages",
         image_token_id=100,
         image=_VISION
