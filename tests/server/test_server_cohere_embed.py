@@ -145,7 +145,10 @@ LARGE = {"type": "image_url", "image_url": {"url": "A" * 300_000}}
         ({"texts": ["a"], "inputs": []}, "send one of them"),
         ({"inputs": [{}]}, "at `$.inputs[0]`"),
         ({"inputs": [{"content": []}]}, "an input needs at least one part"),
-        ({"inputs": [{"content": [text_part("")]}]}, "`content[0].text` cannot be empty"),
+        (
+            {"inputs": [{"content": [text_part("")]}]},
+            "cannot be empty - at `$.inputs[0].content[0]`",
+        ),
         ({"inputs": [{"content": [text_part("a"), IMAGE]}]}, "takes texts and no images"),
         ({"inputs": [{"content": [text_part("a")]}, {"content": [IMAGE]}]}, "takes texts and no"),
         ({"inputs": [{"content": [text_part("a")]}, {"content": [LARGE]}]}, "takes texts and no"),

@@ -134,7 +134,7 @@ def test_served_names_and_none_are_answered_by_the_first_and_others_are_told_the
         (b'{"input": [1, "a"]}', "input[1]", "at `$.input[1]`"),
         (b'{"input": [{"text": ""}]}', "input[0]", "`input[0]` cannot be empty"),
         (b'{"input": ["a", {"image": "u"}]}', None, "takes texts and no images"),
-        (b'{"input": [{"text": "a", "image": "u"}]}', "input[0]", "with either `text` or `image`"),
+        (b'{"input": [{"text": "", "image": "u"}]}', "input[0]", "with `text`, `image` or both"),
         (b'{"input": [[1], 2]}', "input[1]", "at `$.input[1]`"),
         (b'{"input": [-1]}', "input[0]", ">= 0"),
         (b'{"input": [4294967296]}', "input[0]", "<= 4294967295"),

@@ -142,9 +142,9 @@ class ImageUrl(msgspec.Struct):
     detail: Any = None
 
 
-class ContentItem(msgspec.Struct):
+class ContentItem(msgspec.Struct, gc=False):
     """A part of an input or a message: a text, or an image as a URL or in base64. Raises ValueError
-    if the field that its `type` needs is missing, and for the type "image", which is not
+    if the field that its `type` needs is missing or empty, and for the type "image", which is not
     supported."""
 
     type: Literal["text", "image_url", "image_base64", "input_image", "image"]
@@ -153,12 +153,15 @@ class ContentItem(msgspec.Struct):
     image_base64: str | None = None
 
     def __post_init__(self) -> None:
-        needed = {"text": "text", "image_base64": "image_base64"}.get(self.type, "image_url")
-        if self.type == "image" or not getattr(self, needed):
+        if self.type == "image":
             raise ValueError(
-                f"a part of type `{self.type}` is not supported, or its content is empty; "
-                "expected type `text` with `text`, type `image_url` with `image_url`, or type "
-                "`image_base64` with `image_base64`"
+                "a part of type `image` is not supported; send the type `image_url` or "
+                "`image_base64`"
+            )
+        needed = {"text": "text", "image_base64": "image_base64"}.get(self.type, "image_url")
+        if not getattr(self, needed):
+            raise ValueError(
+                f"a part of type `{self.type}` needs `{needed}`, which cannot be empty"
             )
 
     @property
@@ -172,14 +175,19 @@ class ContentItem(msgspec.Struct):
         return ImageSource(url.url if isinstance(url, ImageUrl) else url or "")
 
 
-class PartsInput(msgspec.Struct):
-    """An input that consists of parts. Raises ValueError if there is none."""
+class PartsInput(msgspec.Struct, gc=False):
+    """An input that consists of texts and images. Texts without an image are joined by line breaks
+    as soon as the input is decoded, because many small parts take much memory. Raises ValueError
+    for no or too many parts."""
 
     content: list[ContentItem]
 
     def __post_init__(self) -> None:
-        if not self.content:
-            raise ValueError(NO_PARTS)
+        if not 0 < len(self.content) <= MAX_CONTENT:
+            raise ValueError(too_many_parts(len(self.content)) if self.content else NO_PARTS)
+        if all(part.type == "text" for part in self.content):
+            text = "\n".join(part.text or "" for part in self.content)
+            self.content = [ContentItem("text", text)]
 
     @property
     def source(self) -> Source:

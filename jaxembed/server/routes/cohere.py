@@ -23,18 +23,14 @@ from jaxembed.server.http.exchange import Response, current_exchange
 from jaxembed.server.meter import current_meter
 from jaxembed.server.pipeline.answering import accept, embed_inputs
 from jaxembed.server.pipeline.body import (
-    MAX_CONTENT,
-    NO_PARTS,
     AnyPriority,
     ImageSource,
-    ImageUrl,
+    PartsInput,
     Source,
     facts_of_images,
-    joined_parts,
     priority_of,
     read_body_as,
     read_inputs,
-    too_many_parts,
 )
 from jaxembed.server.pipeline.fields import (
     DENSE,
@@ -61,47 +57,6 @@ _TYPES = Unserved("send `embedding_types`", ("float", ["float"]))
 SEARCH_UNITS = 1  # what Cohere bills for a request to rerank; some clients sum the units
 
 
-class ContentPart(msgspec.Struct, gc=False):
-    """A part of an input: a text, or an image by its URL, which may be a data URI."""
-
-    type: Literal["text", "image_url"]
-    text: str | None = None
-    image_url: str | ImageUrl | None = None
-
-
-class ContentInput(msgspec.Struct, gc=False):
-    """An input that consists of texts and images, and gets one vector. Texts without an image are
-    joined by line breaks as soon as the input is decoded, because many small parts take much
-    memory.
-
-    Raises ValueError for no or too many parts, and for an empty part.
-    """
-
-    content: list[ContentPart]
-
-    def __post_init__(self) -> None:
-        if not self.content:
-            raise ValueError(NO_PARTS)
-        if len(self.content) > MAX_CONTENT:
-            raise ValueError(too_many_parts(len(self.content)))
-        for k, part in enumerate(self.content):
-            field = "text" if part.type == "text" else "image_url"
-            if not getattr(part, field):
-                raise ValueError(f"`content[{k}].{field}` cannot be empty")
-        if all(part.type == "text" for part in self.content):
-            text = "\n".join(part.text or "" for part in self.content)
-            self.content = [ContentPart("text", text)]
-
-    @property
-    def source(self) -> Source:
-        """The joined texts, the image, or all parts."""
-        parts: list[str | ImageSource] = []
-        for part in self.content:
-            url = part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url
-            parts.append(ImageSource(url or "") if part.type == "image_url" else part.text or "")
-        return joined_parts(parts, ".content")
-
-
 class CohereEmbedRequest(ModelRequest, kw_only=True):
     """A request to embed, with Cohere's fields; `prompt_name` and `normalize` are as at
     /v1/embeddings.
@@ -117,7 +72,7 @@ class CohereEmbedRequest(ModelRequest, kw_only=True):
     instruction: str | None = None
     texts: list[str] | None = None
     images: list[str] | None = None
-    inputs: list[ContentInput] | None = None
+    inputs: list[PartsInput] | None = None
     input_type: str | None = None
     embedding_types: list[EmbeddingType] | None = None
     truncate: CohereTruncate | None = None
