@@ -14,7 +14,7 @@ from sources import change_json
 from test_families import golden
 from test_field_types import assert_described_or_refused
 from test_golden import write_source
-from test_server_openai import ask
+from test_server_openai import ask, fetch
 
 from converters import outline
 from jaxembed.data.inputs import Image, Parts
@@ -268,6 +268,8 @@ def test_the_reranker_takes_images_on_both_sides(tmp_path, load_model, images):
         wanted = {one.index: one.score for one in reranker.rerank(asked, ours)}
         assert found == pytest.approx(wanted, abs=1e-5)
         assert len({round(score, 5) for score in found.values()}) == 3
+    _, data = fetch("/v1/models", "GET", models=models)
+    assert json.loads(data)["data"][0]["capabilities"] == ["rerank", "classify"]
     asked = {"query": "a", "documents": documents, "max_chunks_per_doc": 2}
     response, body = ask(asked, path="/v1/rerank", models=models)
     assert (response.status_code, body["error"]["param"]) == (400, "max_chunks_per_doc")

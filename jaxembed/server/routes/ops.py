@@ -262,8 +262,8 @@ def _describe_name(name: str, models: Models, permitted: Collection[str] | None)
         described.task, described.capabilities = known.spec.task, tasks_of(known.spec)
         if known.spec.task == "embed":
             described.outputs = known.spec.representations
-        if known.takes_images:
-            described.capabilities += ("image_embed",)
+            if known.takes_images:
+                described.capabilities += ("image_embed",)
     if known.instance is not None:
         loaded = known.instance.loaded
         waiting = loaded.waiting
