@@ -606,6 +606,9 @@ def _content(item: Any, index: int | None) -> Content:
     if isinstance(item, Parts):
         if not item.parts:
             raise EmptyInput().at(index)
+        if Parts in map(type, item.parts):
+            message = "an input has Parts among its parts; expected texts and images"
+            raise InvalidInput(message, index=index)
         return Parts(tuple(_content(part, index) for part in item.parts))
     if item is None or isinstance(item, NO_IMAGES):
         message = f"an input is a {type(item).__name__}; expected a text or an image"

@@ -149,8 +149,9 @@ def test_a_long_text_beside_an_image_is_cut_at_its_end(embedder):
         (("a", Image(b"no image")), InvalidImage, 1),
         ((Image(picture(0, 40, 24)),) * 40, WrongParts, None),
         (("<|image_pad|>", Image(picture(0, 16, 24))), InvalidInput, None),
+        ((Image(picture(0, 16, 24)), Parts(("a",))), InvalidInput, None),
     ],
-    ids=["empty", "damaged", "too-many", "token"],
+    ids=["empty", "damaged", "too-many", "token", "nested"],
 )
 def test_a_bad_part_is_refused(embedder, parts, error, part):
     image = Image(picture(0, 16, 24))

@@ -34,7 +34,7 @@ REFUSED = {
     "lc_openai_default_query": (400, "check_embedding_ctx_length=False"),
     "ll_cohere": (422, "missing required field `inputs`"),  # a Cohere body, sent to /
     "npm_cohere_image": (400, "takes texts and no images"),
-    "voyage_multimodal_both": (400, "must be either one image or only texts"),
+    "voyage_multimodal_both": (400, "takes texts and no images"),
     "ll_voyage": (415, "Content-Type: application/json"),  # it says nothing of what it sends
 }
 

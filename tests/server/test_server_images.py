@@ -44,9 +44,9 @@ def close(got, wanted) -> None:
     np.testing.assert_allclose(got, wanted, atol=2e-6)
 
 
-def message(content) -> dict:
+def message(content, *before) -> dict:
     """A body as chat clients send it."""
-    return {"messages": [{"role": "user", "content": content}]}
+    return {"messages": [*before, {"role": "user", "content": content}]}
 
 
 def openai_vectors(answer):
@@ -123,6 +123,8 @@ def test_messages_of_vllm(clip, vectors, content):
         ({}, "`input` (or `messages`)"),
         ({"input": ["w1"]} | message("w1"), "has `input` and `messages`"),
         ({"messages": [{"role": "system", "content": "w1"}]}, "one message of the role `user`"),
+        (message("w1", {"role": "assistant", "content": "w2"}), "must be one message"),
+        (message("w1", {"role": "system", "content": [IMAGE]}), "must be one message"),
         (message([{"type": "text", "text": "w1"}, IMAGE]), "`messages[0].content`: "),
         (message([{"type": "video_url"}]), "video_url"),
         ({"input": ["w1", {"image": URIS[0], "text": "w1"}]}, "`input[1]`: "),

@@ -277,7 +277,7 @@ def _read_messages(body: EmbeddingsRequest, *, in_chat: bool) -> RequestInputs:
     a chat with other messages."""
     *before, last = body.messages or []
     is_prompt = [m.role == "system" and isinstance(m.content, str) for m in before]
-    if last.role != "user" or is_prompt not in ([], [in_chat]):
+    if last.role != "user" or (is_prompt and (is_prompt != [True] or not in_chat)):
         allowed = ", after at most one of the role `system` that is a text" if in_chat else ""
         raise InvalidInput(
             f"`messages` must be one message of the role `user`, which is one input{allowed}",
