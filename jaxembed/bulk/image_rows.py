@@ -171,6 +171,8 @@ class ImageColumn(_Images):
         return self.columns[1] if len(self.columns) > 1 else None
 
     def problem(self, row: RowInputs) -> str | None:
+        if len(row) > 1 and row[1] == "":
+            return f"has an empty `{self.columns[1]}` beside its image"
         return problem_of(row[1], self.columns[1]) if len(row) > 1 else None
 
     def files(self, names: Sequence[str]) -> list[InputFile]:

@@ -52,6 +52,10 @@ class Parts(msgspec.Struct, frozen=True):
 
     parts: tuple[Any, ...]
 
+    def __post_init__(self) -> None:
+        if isinstance(self.parts, str):
+            raise TypeError("Parts takes a tuple of texts and images, not a string")
+
 
 Input = Text | Pair | Tokens | Image | Parts
 Content = str | Image | Parts  # a query or a document to rank

@@ -738,6 +738,7 @@ class TextProcessor:
         )
         if not len(ids):
             raise EmptyInput()
+        ids = self.checked_text_ids(ids)
         return Encoding(ids, types), length > room or len(short_second) < len(second)
 
     def _division(

@@ -24,6 +24,7 @@ from jaxembed.data.inputs import (
     Parts,
     Text,
     Tokens,
+    parts_of,
 )
 from jaxembed.data.outputs import OUTPUTS, REPRESENTATIONS, OutputName
 from jaxembed.data.spec import IMAGE_ROUTE, ModelSpec, Routes, Task
@@ -182,7 +183,8 @@ class Tasks:
         is_image = [type(item) in IMAGES for item in inputs]
         if not all(is_image) and intent.tokenization.role == "document" and self._spec.reads_pages:
             raise InvalidInput(
-                f"{self._name} takes images as documents, and texts only as queries; send images"
+                f"{self._name} takes images as documents, and texts only as queries; send images",
+                index=is_image.index(False),
             )
         of_images = dataclasses.replace(plain, route=IMAGE_ROUTE)
         return DividedRequest.by_kind(plain, of_images, is_image)
@@ -623,6 +625,12 @@ class Tasks:
             )
         if not query:
             raise EmptyInput("query")
+        if self._takes_images:
+            _check_texts(documents)
+            try:
+                _check_texts([query])
+            except InvalidInput as error:
+                raise error.at(None, field="query") from error
         tokenization, adapter = self._tokenization(options), self._adapter_number(options.adapter)
         if self._spec.listwise is not None:
             assert isinstance(query, str)
@@ -738,7 +746,10 @@ class Tasks:
         inputs = _as_inputs(documents)
         if self._spec.reads_pages or not IMAGES.isdisjoint(map(type, inputs)):
             _check_of_texts(options)
-            return query_request, self.embed(inputs, document_options), weights
+            intent = self.intent(RequestedOptions(document_options), with_images=True)
+            tokenization = replace(intent.tokenization, may_be_empty=True)
+            documents_request = self.request(inputs, replace(intent, tokenization=tokenization))
+            return query_request, documents_request, weights
         if self._takes_images:
             _check_texts(inputs)
         plain = self.embed((), document_options)  # only to resolve the options
@@ -923,13 +934,14 @@ class Tasks:
         return self._text.truncate if options.truncate is None else options.truncate
 
 
-def _check_texts(inputs: Sequence[Input]) -> None:
-    """Raise InvalidInput, with the index of the text, for a text that is an image's data URI."""
+def _check_texts(inputs: Sequence[Input | Content]) -> None:
+    """Raise InvalidInput, with the index of the input, for a text that is an image's data URI."""
     for index, item in enumerate(inputs):
-        if isinstance(item, Text) and item.text[: len(IMAGE_URI)].lower() == IMAGE_URI:
-            raise InvalidInput(
-                "the text is a data URI of an image; send it as an image", index=index
-            )
+        parts = parts_of(item)
+        for number, part in enumerate(parts):
+            if isinstance(part, str) and part[: len(IMAGE_URI)].lower() == IMAGE_URI:
+                error = InvalidInput("the text is a data URI of an image; send it as an image")
+                raise error.at(index, part=number if len(parts) > 1 else None)
 
 
 def _as_inputs(contents: Sequence[Content]) -> list[Input]:

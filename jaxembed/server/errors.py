@@ -170,9 +170,7 @@ def refuse(error: Exception) -> Response:
     if reply.err != "inference":
         # TEI names the field without an index. TEI has no images, so messages about images may have
         # the index.
-        names_field_only = is_tei and not isinstance(
-            error, InvalidImage | MediaUrlError | WrongParts
-        )
+        names_field_only = is_tei and not _is_of_part(error)
         message = _clipped(_message(error, (field if names_field_only else place) or "inputs"))
     elif isinstance(error, JaxembedError):
         message = f"{error} (request id {request_id})"
@@ -260,6 +258,13 @@ def _places(error: Exception) -> tuple[str | None, str | None]:
     return None, None
 
 
+def _is_of_part(error: Exception) -> bool:
+    """Whether the message of an error needs the path of the input or part that it is about: it is
+    about an image, or says nothing of its place."""
+    is_plain = type(error) is InvalidInput and error.field is None and error.index is not None
+    return is_plain or isinstance(error, InvalidImage | MediaUrlError | WrongParts)
+
+
 def _message(error: Exception, field: str) -> str:
     """Return the message of an error for clients. Some errors have the message of TEI, or a longer
     one than the error itself. `field` is the field or path in the body that the message names."""
@@ -275,7 +280,7 @@ def _message(error: Exception, field: str) -> str:
                 f"{count}. Let the request truncate (as its route documents it) or start "
                 "the server with --auto-truncate true"
             )
-        case InvalidImage() | MediaUrlError() | WrongParts():
+        case InvalidInput() if _is_of_part(error):
             return f"`{field}`: {error}"
         case InvalidChunk(reason=reason):
             return f"`{field}` {reason}"

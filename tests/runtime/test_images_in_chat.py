@@ -17,6 +17,7 @@ from test_golden import write_source
 from test_server_openai import ask, fetch
 
 from converters import outline
+from jaxembed.config import ServerConfig
 from jaxembed.data.inputs import Image, Parts
 from jaxembed.errors import (
     CheckpointError,
@@ -28,7 +29,7 @@ from jaxembed.errors import (
     WrongParts,
 )
 from jaxembed.preprocessing.images.prepare import image_positions, max_tokens
-from jaxembed.runtime.options import EncodeOptions
+from jaxembed.runtime.options import EncodeOptions, ScoreOptions
 from jaxembed.server.registry.models import Models
 
 Pillow = pytest.importorskip("PIL.Image")
@@ -204,6 +205,17 @@ def test_http_takes_several_parts_in_every_form(embedder, images):
         assert int(response.headers["x-compute-characters"]) == len("the cat")
 
 
+def test_all_images_of_a_request_count_as_inputs(embedder, images):
+    models, uri = Models([embedder.model], {embedder.name: ["vl"]}), data_uri(images[0])
+    two = {"content": [{"type": "image_url", "image_url": uri}] * 2}
+    config = ServerConfig(max_client_batch_size=3)
+    for count, status in ((1, 200), (2, 400)):
+        asked = {"inputs": [two] * count, "embedding_types": ["float"]}
+        response, body = ask(asked, path="/v2/embed", models=models, config=config)
+        assert response.status_code == status, body
+    assert "batch size 4 > maximum allowed batch size 3" in body["message"]
+
+
 def test_a_system_message_is_the_prompt(embedder, images):
     models, uri = Models([embedder.model], {embedder.name: ["vl"]}), data_uri(images[0])
     user = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": uri}}]}
@@ -251,6 +263,28 @@ def test_http_names_the_part_that_is_refused(embedder, path, asked, place):
     assert response.status_code == 400
     assert body["error"]["param"] == place
     assert body["error"]["message"].startswith(f"`{place}`: ")
+
+
+def test_a_pair_loses_texts_of_the_document_before_those_of_the_query(tmp_path, load_model):
+    write_source(golden("qwen3_vl_reranker"), tmp_path / "model")
+    reranker, image = load_model(tmp_path / "model", 1, 512), Image(picture(0, 16, 24))
+    processor = reranker.model.routes["image"].processor
+
+    def read(query: str, document: Parts) -> str:
+        request = reranker.model.tasks.rerank(query, [document], ScoreOptions())
+        shared = request.share(processor)
+        (encoding,) = request.prepare(processor, shared, [document]).work.encodings
+        assert encoding.length <= reranker.max_input_tokens
+        return shown(reranker, encoding)
+
+    text = read("the cat", Parts((image, "on the mat " * 200)))
+    assert f"<Query>:the cat\n<Document>:{of_image(6)}on the mat on" in text
+    text = read("the cat " * 200, Parts((image, "on the mat")))
+    assert "<Query>:the cat the cat" in text
+    assert f"\n<Document>:{of_image(6)}o<|im_end|>" in text
+    with pytest.raises(InvalidInput, match="data URI of an image") as caught:
+        reranker.rerank("a", ["b", Parts(("data:image/png;base64,AAAA", image))])
+    assert (caught.value.index, caught.value.part) == (1, 0)
 
 
 def test_the_reranker_takes_images_on_both_sides(tmp_path, load_model, images):

@@ -127,6 +127,7 @@ def test_messages_of_vllm(clip, vectors, content):
         (message("w1", {"role": "system", "content": [IMAGE]}), "must be one message"),
         (message([{"type": "text", "text": "w1"}, IMAGE]), "`messages[0].content`: "),
         (message([{"type": "video_url"}]), "video_url"),
+        (message([IMAGE | {"text": "w1"}]), "has `image_url` and `text`; send two parts"),
         ({"input": ["w1", {"image": URIS[0], "text": "w1"}]}, "`input[1]`: "),
         ({"input": [{"image": URIS[0], "text": ""}]}, "and neither empty"),
         ({"input": [{"image": ""}]}, "cannot be empty"),

@@ -19,11 +19,22 @@ WORD = np.dtype("<i4")  # the bytes of patches are moved to the device four at a
 
 class TextTokens(NamedTuple):
     """The tokens of neighbouring texts: their ids, int32 `[tokens]`; whether these are of the whole
-    text; and how many at the start are not truncated, None: all."""
+    text; and how many at the start and at the end are not truncated."""
 
     ids: np.ndarray
-    is_whole: bool
-    kept: int | None = None
+    is_whole: bool = True
+    head: int = 0
+    tail: int = 0
+
+    @property
+    def room(self) -> int:
+        """The number of tokens that may be truncated, which leaves one of the text."""
+        return max(len(self.ids) - self.head - self.tail - 1, 0)
+
+    def cut(self, count: int) -> np.ndarray:
+        """Return the ids without the last `count` of those that may be truncated."""
+        end = len(self.ids) - self.tail
+        return np.concatenate([self.ids[: end - count], self.ids[end:]])
 
 
 Segment = TextTokens | Encoding  # a part of a sequence; an Encoding is an image
@@ -62,8 +73,7 @@ class PartsTokenizer:
         """Return the first half of pairs, for several calls of `pair`. Raises EmptyInput,
         InvalidInput or TokenizerError."""
         around = self._frame.around_first(tokenization.instruction)
-        segments = self._segments(around, parts, tokenization)
-        return [s if isinstance(s, Encoding) else s._replace(kept=None) for s in segments]
+        return self._segments(around, parts, tokenization)
 
     def pair(
         self,
@@ -71,13 +81,14 @@ class PartsTokenizer:
         document: Sequence[str | Encoding],
         tokenization: TokenizationOptions,
     ) -> tuple[Encoding, bool]:
-        """Return the sequence of a pair, and whether the texts of its document were truncated.
-        `query` is a result of the method of that name. Raises EmptyInput, InputTooLong,
-        InvalidInput or TokenizerError."""
+        """Return the sequence of a pair, and whether texts were truncated, those of the document
+        before those of the query. `query` is a result of the method of that name. Raises
+        EmptyInput, InputTooLong, InvalidInput or TokenizerError."""
         frame = self._frame
         parts = document if any(document) else [*filter(None, [frame.empty])]
         second = self._segments(frame.around_second, parts, tokenization)
-        segments = [*query, TextTokens(frame.between, is_whole=True), *second]
+        between = TextTokens(frame.between, tail=len(frame.between))
+        segments = [*query, between, *second]
         return self._joined((frame.before, frame.after), segments, tokenization)
 
     @property
@@ -103,11 +114,14 @@ class PartsTokenizer:
                 texts[-1] += "\n" * follows_text + part
             follows_text = isinstance(part, str)
         texts[-1] += around[1]
-        *rows, (start, _) = self._texts.rows([*texts, around[0]], tokenization)
-        tokens = [
-            TextTokens(self._texts.checked_text_ids(ids), whole, kept=0) for ids, whole in rows
-        ]
-        segments: list[Segment] = [tokens[0]._replace(kept=len(start))]
+        *rows, (start, _), (end, _) = self._texts.rows([*texts, *around], tokenization)
+        tokens = [TextTokens(self._texts.checked_text_ids(ids), whole) for ids, whole in rows]
+        tokens[0] = tokens[0]._replace(head=len(start))
+        last = tokens[-1]
+        if not last.is_whole:  # what was not read ends with `around[1]`
+            last = last._replace(ids=np.concatenate([last.ids, end]))
+        tokens[-1] = last._replace(tail=len(end))
+        segments: list[Segment] = [tokens[0]]
         for image, text in zip(images, tokens[1:], strict=True):
             segments += [image, text]
         return segments
@@ -150,11 +164,10 @@ class PartsTokenizer:
             raise InputTooLong(self.limit, self.limit + (excess if is_exact else 1), exact=is_exact)
         if tokenization.side == "right":
             for number, segment in reversed([*enumerate(segments)]):
-                if isinstance(segment, TextTokens) and segment.kept is not None:
-                    room = max(len(segment.ids) - segment.kept - 1, 0)
-                    cut = min(room, max(excess, 0))
-                    rows[number] = segment.ids[: len(segment.ids) - cut]
-                    excess -= cut
+                if isinstance(segment, TextTokens):
+                    count = min(segment.room, max(excess, 0))
+                    rows[number] = segment.cut(count)
+                    excess -= count
         if excess > 0:
             raise WrongParts(
                 f"the input is {counted(excess, 'token')} over the limit of {self.limit}, and "

@@ -169,7 +169,8 @@ class ImageProcessor:
         new_height, new_width = resized_size(height, width, self._rules)
         half_resized = BYTES_A_PILLOW_PIXEL * height * new_width  # Pillow resizes the width first
         taken = decoding + half_resized + BYTES_A_RESIZED_PIXEL * new_height * new_width
-        return Facts(taken, new_height * new_width // self._rules.token_side**2)
+        around = len(self._rules.before) + len(self._rules.after)
+        return Facts(taken, new_height * new_width // self._rules.token_side**2 + around)
 
     def _with_images(
         self, item: Input | Content, facts: list[Facts | None] | InvalidInput
@@ -179,10 +180,11 @@ class ImageProcessor:
         if isinstance(facts, InvalidInput):
             raise facts
         tokens = sum(one.tokens for one in facts if one)
-        if self._parts is not None and tokens > self._parts.limit:
+        if self._parts is not None and tokens + self._parts.template_length > self._parts.limit:
             raise WrongParts(
                 f"the images of the input have {counted(tokens, 'token')}, and the limit of an "
-                f"input is {self._parts.limit}; send fewer or smaller images"
+                f"input is {self._parts.limit} with those of the template; send fewer or smaller "
+                "images"
             )
         parts: list[str | Encoding] = []
         for number, (part, one) in enumerate(zip(parts_of(item), facts, strict=True)):

@@ -154,9 +154,14 @@ async def score_documents(
     tasks = meter.loaded.tasks
     if inputs.has_images or of_query.has_images:
         tasks.check_images()
-    with _about(of_query):
-        (asked,) = _contents(await _read_images(meter, of_query))
-    contents = _contents(await _read_images(meter, inputs))
+    together = RequestInputs("batch", 0, field, [*of_query.items, *inputs.items])
+    try:  # the limits of a request hold for all of its images
+        asked, *contents = _contents(await _read_images(meter, together))
+    except InvalidInput as error:
+        if error.index is None:
+            raise
+        about, index = (inputs, error.index - 1) if error.index else (of_query, 0)
+        raise error.at(index=None, field=about.place(index, error.part)) from error
     if meter.loaded.spec.task != "embed":
         with _about(of_query, only="query"):
             return await _answer(meter, tasks.rerank(asked, contents, options))

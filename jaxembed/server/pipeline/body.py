@@ -159,9 +159,15 @@ class ContentItem(msgspec.Struct, gc=False):
                 "`image_base64`"
             )
         needed = {"text": "text", "image_base64": "image_base64"}.get(self.type, "image_url")
-        if not getattr(self, needed):
+        url = self.image_url.url if isinstance(self.image_url, ImageUrl) else self.image_url
+        given = {"text": self.text, "image_url": url, "image_base64": self.image_base64}
+        if not given.pop(needed):
             raise ValueError(
                 f"a part of type `{self.type}` needs `{needed}`, which cannot be empty"
+            )
+        if others := [name for name, value in given.items() if value is not None]:
+            raise ValueError(
+                f"a part of type `{self.type}` has `{needed}` and `{others[0]}`; send two parts"
             )
 
     @property
@@ -175,7 +181,7 @@ class ContentItem(msgspec.Struct, gc=False):
         return ImageSource(url.url if isinstance(url, ImageUrl) else url or "")
 
 
-class PartsInput(msgspec.Struct, gc=False):
+class PartsInput(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     """An input that consists of texts and images. Texts without an image are joined by line breaks
     as soon as the input is decoded, because many small parts take much memory. Raises ValueError
     for no or too many parts."""
@@ -211,15 +217,17 @@ async def read_images(
     """Return the inputs, with each ImageSource replaced by an Image that has the bytes of the file,
     and each PartsSource by Parts. Memory is reserved for the request before the bytes are read.
 
-    Raises InvalidInput for an image that cannot be read and for too many pixels, RequestTooLarge
-    and Overloaded.
+    Raises InvalidInput for an image that cannot be read and for too many pixels, BatchTooLarge for
+    more images than a request may have inputs, RequestTooLarge and Overloaded.
     """
+    parts = [item.parts if isinstance(item, PartsSource) else (item,) for item in items]
+    check_batch(sum(isinstance(part, ImageSource) for some in parts for part in some))
     permits = asyncio.Semaphore(CONCURRENT_IMAGES)
 
     async def read(index: int, item: Input | ImageSource | PartsSource) -> Input:
         if isinstance(item, PartsSource):
-            parts = [await read_image(index, *numbered) for numbered in enumerate(item.parts)]
-            return Parts(tuple(parts))
+            read = [await read_image(index, *numbered) for numbered in enumerate(item.parts)]
+            return Parts(tuple(read))
         if not isinstance(item, ImageSource):
             return item
         return cast(Image, await read_image(index, None, item))
@@ -277,6 +285,7 @@ async def _read(item: ImageSource, reservation: Reservation) -> Image:
         reservation.charge(count)
         read = read_data_uri if is_data_uri(text) else read_base64
         if len(text) <= DECODED_AT_ONCE:
+            await asyncio.sleep(0)  # many images in a row must not block the event loop
             return Image(read(text, MAX_IMAGE_BYTES))
         return Image(await asyncio.to_thread(read, text, MAX_IMAGE_BYTES))
     fetcher = current_service().fetcher
