@@ -254,15 +254,20 @@ def _use(source: Path, family: Family, hf: dict[str, Any], route: str) -> str:
     """
     kinds = heads.kinds_of(source, route)
     if "pooling" in kinds:
+        if not family.classes:
+            raise UnsupportedModel(
+                f"{source}: modules.json names a Pooling, and of {hf['model_type']} models only "
+                "rerankers are supported"
+            )
         return EMBEDDER
     if "splade" in kinds:
         return MASKED_LM
-    classes = set(hf.get("architectures") or ())
+    classes, known = set(hf.get("architectures") or ()), (*family.classes, *family.generators)
     if not classes:
         raise UnsupportedModel(
             f"nothing says whether {source} embeds or scores: modules.json names no Pooling, and "
             "config.json no architectures; add the class that the model was saved from, such as "
-            f'"architectures": ["{family.classes[0]}"] of an embedder'
+            f'"architectures": ["{known[0]}"]'
         )
     if classes & set(family.classifiers):
         return CLASSIFIER

@@ -49,7 +49,7 @@ class BuiltIn:
 
 @dataclass(frozen=True)
 class Images:
-    """How a family's embedders take images beside texts: with the backbone "pages"."""
+    """How a family's models take images beside texts: with the backbone "pages"."""
 
     config: Fields  # fields of its config, besides those of a backbone of texts
     rules: tuple[Rule, ...]  # for the parameters of the image encoder
@@ -108,7 +108,7 @@ class Family(TensorRules):
     # for embedders that put texts into their chat template: the system message of a text without a
     # prompt, and the text that stands for an empty one
     chat: tuple[str, str] | None = None
-    # for embedders of images beside texts: a module with the function `images`, hf and the model's
+    # for models of images beside texts: a module with the function `images`, hf and the model's
     # folder -> Images; and a pattern of the image encoder's tensors, which other uses ignore
     images: tuple[str, str] | None = None
 
@@ -139,6 +139,7 @@ CONVERTERS: dict[str, str] = {
     "new": "converters.families.gte",
     "nomic_bert": "converters.families.nomic_bert",
     "qwen2": "converters.families.qwen2",
+    "qwen2_vl": "converters.families.qwen2_vl",
     "qwen3": "converters.families.qwen3",
     "qwen3_vl": "converters.families.qwen3_vl",
     "roberta": "converters.families.roberta",

@@ -126,9 +126,14 @@ swap_halves_transposed = Transform(
     _transposed,
     by_column=True,
 )
-one_plus = Transform(  # bfloat16 would lose bits of the weight
-    lambda array: 1 + array.astype(np.float32), check_shape, dtype="float32"
-)
+
+
+def plus(value: float) -> Transform:
+    """Return a transform that adds a number. bfloat16 would lose bits of the sum."""
+    return Transform(lambda array: array.astype(np.float32) + value, check_shape, dtype="float32")
+
+
+one_plus = plus(1)
 
 
 def rows_of(start: int, stop: int, total: int, *, turned: bool = False) -> Transform:

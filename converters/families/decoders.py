@@ -2,15 +2,20 @@
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from converters.families.rope import rope_fields, scaled_positions
 from converters.family import Family, Scorer
 from converters.fields import (
+    CONFIG_FIELDS,
     LOCAL_LAYER,
     activation_of,
+    check_fields,
     check_multiple,
+    given,
     layers_of_kind,
+    refuse_unknown,
     require,
 )
 from converters.heads import parameter_of
@@ -76,6 +81,18 @@ def decoder_config(
         "activation": activation_of(hf, activation, default="silu"),
         "causal": causal,
     }
+
+
+def flattened(
+    hf: dict[str, Any], folder: Path, *, kinds: Sequence[str], defaults: dict[str, Any]
+) -> dict[str, Any]:
+    """Return `hf` with the fields of its text_config, and with `defaults` for missing ones. `kinds`
+    are the known model_types of text_config, and `folder` is that of config.json. Raises
+    UnsupportedModel for another kind, and CheckpointError for a field of a wrong type."""
+    text = given(hf.get("text_config") or {})
+    check_fields(f"{folder / 'config.json'}, text_config", text, CONFIG_FIELDS)
+    refuse_unknown("text_config of model_type", text.get("model_type", kinds[0]), kinds)
+    return defaults | text | hf
 
 
 def head_width_of(hf: dict[str, Any]) -> int:

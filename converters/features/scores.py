@@ -145,6 +145,10 @@ def reranker_layout(
     entries = heads.modules_of(source) or ()
     module = next((source / entry.path for entry in entries if entry.kind == "logit_score"), None)
     if module is not None:
+        if family.reranker is not None and not family.reranker.answers:
+            raise UnsupportedModel(
+                f"{module} scores by the logits of tokens, and {hf['model_type']} models by a head"
+            )
         settings = read_optional_json(module / "config.json")
         answers: Any = settings.get("true_token_id"), settings.get("false_token_id")
         if answers[1] is None:  # the score is the logit of the first alone

@@ -12,16 +12,9 @@ import msgspec
 import numpy as np
 
 from converters.families import qwen3
-from converters.families.decoders import decoder_config, head_width_of, is_causal
-from converters.families.qwen3 import qwen_windows
-from converters.families.rope import mrope_sections, read_parameters, rope_parameters
+from converters.families.qwen2_vl import text_config
 from converters.family import TensorRules
-from converters.fields import (
-    CONFIG_FIELDS,
-    activation_of,
-    check_fields,
-    refuse_unknown,
-)
+from converters.fields import CONFIG_FIELDS, activation_of, check_fields, refuse_unknown
 from converters.heads import read_optional_json
 from converters.outline import Options, Outline
 from converters.tokenizers.framed import FramedTokenizer
@@ -85,18 +78,6 @@ SHARED_DEFAULTS = {
 FRAMES = 2  # an image is a video of two equal frames
 AXIAL_THETA = 10_000.0
 
-# transformers' defaults for missing fields of the language model.
-LM_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 152064,
-    "hidden_size": 8192,
-    "intermediate_size": 29568,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 80,
-}
-LM_NORM_EPS, LM_THETA, ROPE_SECTIONS = 1e-5, 1_000_000.0, (16, 24, 24)
 IMAGE_PAD_ID = 151655
 QUERY_PREFIX = "Query: "
 PAGE_TEXT = (
@@ -112,7 +93,7 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
     check_fields(f"{source / 'config.json'}, vlm_config", vlm, CONFIG_FIELDS)
     kind = vlm.get("model_type", QWEN2_VL)
     refuse_unknown("vlm_config of model_type", kind, (QWEN2_VL, QWEN2_5_VL))
-    lm = _text_config(_part(source, vlm, "text_config", kind))
+    lm = text_config(_part(source, vlm, "text_config", kind))
     vision = SHARED_DEFAULTS | VISION_DEFAULTS[kind] | _part(source, vlm, "vision_config", kind)
     image = vision_config(vision, kind)
     if image["out_size"] != lm["hidden_size"]:
@@ -180,30 +161,6 @@ def _part(source: Path, vlm: Mapping[str, Any], key: str, kind: str) -> dict[str
     have the fields of text_config in `vlm` itself. `kind` is the model_type of `vlm`."""
     fields = vlm if key == "text_config" and vlm.get(key) is None else vlm.get(key) or {}
     return read_part(source, key, fields, [kind, f"{kind}_{key.removesuffix('_config')}"])
-
-
-def _text_config(stated: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of Qwen3Config for a text_config. rope_sections counts the pairs of
-    dimensions that rotate with a token's time, row and column. Raises UnsupportedModel and
-    CheckpointError."""
-    hf = {**LM_DEFAULTS, **stated}
-    parameters = dict(rope_parameters(hf))
-    if parameters.get("rope_type", parameters.get("type")) == "mrope":
-        parameters["rope_type"] = "default"
-    width, theta = head_width_of(hf), hf.get("rope_theta", LM_THETA)
-    rope = read_parameters(hf, width, parameters, theta, ignored=("mrope_section",))
-    if rope["rope_scaling"] is not None:
-        raise UnsupportedModel(
-            f"rope_type {rope['rope_scaling']['kind']!r} with mrope_section is not supported; "
-            "known: default"
-        )
-    sections = mrope_sections(parameters, ROPE_SECTIONS, width)
-    causal = is_causal(hf, otherwise=True)
-    return (
-        decoder_config(hf, width, causal=causal, rope=rope, norm_eps=LM_NORM_EPS)
-        | qwen_windows(hf, causal)
-        | {"qkv_bias": True, "out_bias": False, "qk_norm": False, "rope_sections": sections}
-    )
 
 
 def vision_config(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:

@@ -232,9 +232,10 @@ class PairTemplate(msgspec.Struct, frozen=True):
     """The prompt by which a language model judges whether a document answers a query.
 
     `prefix`, `first`, `second` and `suffix` are tokenized separately, without the tokenizer's
-    special tokens, and the ids are concatenated in this order. The ids of `separator` follow those
-    of `first` and of `second`. `first` contains {query}, and {instruction} if the model takes an
-    instruction. `second` contains {document}.
+    special tokens, and the ids are concatenated in this order, or with `document_first` those of
+    `second` before those of `first`. The ids of `separator` follow those of `first` and of
+    `second`. `first` contains {query}, and {instruction} if the model takes an instruction.
+    `second` contains {document}; what follows it stays if a document is truncated at its end.
     """
 
     prefix: str
@@ -246,6 +247,8 @@ class PairTemplate(msgspec.Struct, frozen=True):
     query_share: float = 1.0
     separator: str = ""
     empty: str = ""  # stands for an empty query or document
+    document_first: bool = False
+    end_ids: tuple[int, ...] = ()  # after `suffix`: the ids of tokens that no text becomes
 
     @property
     def takes_instruction(self) -> bool:

@@ -2,17 +2,20 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
+from typing import TypeVar
 
 import numpy as np
 import tokenizers
 
 from jaxembed.data.spec import ModelSpec, PairTemplate
 from jaxembed.errors import CheckpointError, UnsupportedModel
-from jaxembed.preprocessing.tokenizer import Tokenizer
+from jaxembed.preprocessing.tokenizer import Side, Tokenizer, cut_tokens
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
+NO_IDS = np.zeros(0, np.int32)
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Frame:
 
     `types` are the token types of the five parts of a pair: before, first text, between, second
     text, after. None means that all types are 0. A `template` is put around each text before the
-    text is tokenized.
+    text is tokenized. `second_end` are the ids of what it puts after the second text.
     """
 
     before: np.ndarray
@@ -29,11 +32,17 @@ class Frame:
     after: np.ndarray
     types: tuple[int, ...] | None = None
     template: PairTemplate | None = None
+    second_end: np.ndarray = field(default_factory=lambda: NO_IDS)
 
     @property
     def length(self) -> int:
         """The number of tokens of a pair besides the tokens of its texts."""
         return len(self.before) + len(self.between) + len(self.after)
+
+    @property
+    def reserved(self) -> int:
+        """The number of tokens of a pair that are never truncated."""
+        return self.length + len(self.second_end)
 
     @property
     def empty(self) -> str:
@@ -70,10 +79,25 @@ class Frame:
         before, after = self.around_second
         return f"{before}{text or self.empty}{after}"
 
+    def cut_second(self, ids: np.ndarray, max_tokens: int, side: Side) -> np.ndarray:
+        """Truncate the second text's token ids on `side`, so that at most `max_tokens` are left.
+        Those of what the template puts after the text stay."""
+        if side == "left" or len(ids) <= max_tokens:
+            return cut_tokens(ids, max_tokens, side)
+        end = self.second_end
+        return np.concatenate([ids[: max(max_tokens - len(end), 0)], end])
+
+    def in_order(self, first: Part, second: Part) -> tuple[Part, Part]:
+        """Return the parts of a pair for the two texts in the order in which the model reads
+        them."""
+        is_reversed = self.template is not None and self.template.document_first
+        return (second, first) if is_reversed else (first, second)
+
     def join(self, first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Join the token ids of two texts, int32 `[length]`. Returns the ids of the pair and its
         token types, or the ids and None if all types are 0."""
-        parts = (self.before, first, self.between, second, self.after)
+        earlier, later = self.in_order(first, second)
+        parts = (self.before, earlier, self.between, later, self.after)
         ids = np.concatenate(parts)
         if self.types is None:
             return ids, None
@@ -112,8 +136,9 @@ def template_frame(template: PairTemplate, tokenize: Callable[[str], Sequence[in
     return Frame(
         before=np.array(tokenize(template.prefix), np.int32),
         between=np.array(separator, np.int32),
-        after=np.array([*separator, *tokenize(template.suffix)], np.int32),
+        after=np.array([*separator, *tokenize(template.suffix), *template.end_ids], np.int32),
         template=template,
+        second_end=np.array(tokenize(template.second.partition("{document}")[2]), np.int32),
     )
 
 

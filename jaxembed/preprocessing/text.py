@@ -174,7 +174,7 @@ class TextProcessor:
         # Refuse a limit that leaves no room beside the special tokens.
         reserved = before + after
         if spec.task == "rerank" and self._pair_frame is not None:
-            reserved = max(reserved, self._pair_frame.length)
+            reserved = max(reserved, self._pair_frame.reserved)
         if self._lists is not None:
             reserved = self._lists.reserved
         if spec.filled is not None and limit != spec.filled.length:
@@ -724,7 +724,7 @@ class TextProcessor:
         room = self.limit - frame.length
         short_second = second
         if tokenization.max_second_tokens is not None:
-            short_second = cut_tokens(second, tokenization.max_second_tokens, side)
+            short_second = frame.cut_second(second, tokenization.max_second_tokens, side)
         length = len(first) + len(short_second)
         if length > room and (not tokenization.truncate or room < 0):
             second_exact = second_whole or len(short_second) < len(second)
@@ -732,9 +732,10 @@ class TextProcessor:
         max_first = room if frame.template is None else int(frame.template.query_share * self.limit)
         if frame.template is not None and max_first >= room:  # a long template; see `query_share`
             max_first = int(frame.template.query_share * room)
-        short_first = first if length <= room else cut_tokens(first, min(room, max_first), side)
+        max_first = min(room - len(frame.second_end), max_first)
+        short_first = first if length <= room else cut_tokens(first, max_first, side)
         ids, types = frame.join(
-            short_first, cut_tokens(short_second, room - len(short_first), side)
+            short_first, frame.cut_second(short_second, room - len(short_first), side)
         )
         if not len(ids):
             raise EmptyInput()

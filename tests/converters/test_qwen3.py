@@ -252,6 +252,8 @@ def test_logit_score_and_a_chat_template_say_how_a_pair_is_asked(tmp_path, caplo
         "suffix": "<|im_end|>",  # jinja2 drops a last newline
         "instruction": "search",
         "query_share": 1.0,
+        "document_first": False,
+        "end_ids": (),
     }
 
 

@@ -95,6 +95,14 @@ def test_a_reranker_is_asked_in_the_authors_words(tmp_path, load_model):
         assert found == wanted + said + TAIL
 
 
+def test_a_config_of_transformers_4_names_the_image_encoder_as_the_model(tmp_path):
+    source = write(tmp_path / "source")
+    wanted, vision = outline(source).spec, {"model_type": "qwen3_vl"}
+    vision = json.loads((source / "config.json").read_text())["vision_config"] | vision
+    change_json(source / "config.json", vision_config=vision)
+    assert outline(source).spec.config == wanted.config
+
+
 def test_prompts_get_a_default(tmp_path):
     source = write(tmp_path / "source")
     (source / "config_sentence_transformers.json").unlink()

@@ -47,7 +47,7 @@ from sentence_transformers.sentence_transformer import modules
 
 sys.path.append(str(Path(__file__).parents[1]))  # as for pytest: run as a script, this is "golden"
 
-from golden import baai, colbert, listwise, m3, own_code, qwen3_vl, splade
+from golden import baai, colbert, listwise, m3, own_code, qwen2_vl, qwen3_vl, splade
 from golden.families import FAMILIES, SEED, WORDS, Family, class_of, randomise, save_tower
 
 HERE = Path(__file__).parent
@@ -366,6 +366,7 @@ CASES: dict[str, Case | Static | Outputs | Judge | Ranker] = {
         qwen3_vl.save_embedder, ("dense",), OF_INSTRUCTIONS, ((16, 24), (24, 9), (5, 31))
     ),
     "qwen3_vl_reranker": Judge(qwen3_vl.save_reranker),
+    "qwen2_vl_reranker": Judge(qwen2_vl.save),
     "gemma_reranker": Judge(baai.save_gemma),
     "minicpm_layerwise": Judge(baai.save_minicpm),
     "gemma2_lightweight": Judge(baai.save_lightweight),

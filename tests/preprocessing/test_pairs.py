@@ -241,6 +241,33 @@ def test_a_template_may_leave_documents_a_share_of_the_limit(make):
     assert fitting.truncated == 0
 
 
+def test_a_document_that_comes_first_keeps_the_end_of_its_template(make):
+    """16 less 3 ids around leaves 13, of which 2 end the document's part."""
+    template = PairTemplate(
+        prefix="[CLS]",
+        first="what {query} mat",
+        second="is {document} how train",
+        suffix="[SEP]",
+        instruction="",
+        document_first=True,
+        end_ids=(SEP,),
+    )
+    spec = {"post_processor": bare, "labels": ("yes",), "template": template}
+    processor = make(limit=16, **spec)
+
+    def read(query: str, document: str, **options: int) -> list[int]:
+        (one,) = beside(processor, query, [document], tokenization(**options)).work.encodings
+        assert (one.ids[0], one.ids[-2:].tolist()) == (CLS, [SEP, SEP])
+        return one.ids[1:-2].tolist()
+
+    assert read("dog", "cat") == words("is cat how train what dog mat")
+    assert read("dog", "cat " * 30) == words("is" + " cat" * 7 + " how train what dog mat")
+    assert read("dog " * 40, "cat") == words("how train what" + " dog" * 10)
+    assert read("dog", "cat " * 9, max_second_tokens=4) == words("is cat how train what dog mat")
+    with pytest.raises(ConfigError, match=r"no room .* the model needs \(5\)"):
+        make(limit=5, **spec)
+
+
 @pytest.mark.parametrize(("side", "kept"), [("right", "the dog sat"), ("left", "on the mat")])
 @pytest.mark.parametrize("truncate", [True, False])
 def test_the_tokens_of_documents_are_limited_as_asked(make, side, kept, truncate):

@@ -1,5 +1,6 @@
-"""Qwen3-VL-Embedding on images: one vector for each, beside texts, and what its files may say.
-tests/parity/test_qwen3_vl.py compares the vectors with transformers'."""
+"""Qwen3-VL-Embedding on images: one vector for each, beside texts, and what its files may say. Also
+Qwen3-VL-Reranker and jina-reranker-m0 on images. tests/parity/test_qwen3_vl.py and test_jina_m0.py
+compare vectors and scores with transformers'."""
 
 import base64
 import io
@@ -287,8 +288,9 @@ def test_a_pair_loses_texts_of_the_document_before_those_of_the_query(tmp_path, 
     assert (caught.value.index, caught.value.part) == (1, 0)
 
 
-def test_the_reranker_takes_images_on_both_sides(tmp_path, load_model, images):
-    write_source(golden("qwen3_vl_reranker"), tmp_path / "model")
+@pytest.mark.parametrize("name", ["qwen3_vl_reranker", "qwen2_vl_reranker"])
+def test_a_reranker_takes_images_on_both_sides(name, tmp_path, load_model, images):
+    write_source(golden(name), tmp_path / "model")
     reranker = load_model(tmp_path / "model", 1, 512)
     models = Models([reranker.model], {reranker.name: ["vl"]})
     uris = [data_uri(image) for image in images[:2]]
@@ -308,6 +310,24 @@ def test_the_reranker_takes_images_on_both_sides(tmp_path, load_model, images):
     asked = {"query": "a", "documents": documents, "max_chunks_per_doc": 2}
     response, body = ask(asked, path="/v1/rerank", models=models)
     assert (response.status_code, body["error"]["param"]) == (400, "max_chunks_per_doc")
+
+
+def test_a_document_with_an_image_comes_before_the_query_and_is_cut(tmp_path, load_model, images):
+    write_source(golden("qwen2_vl_reranker"), tmp_path / "model")
+    reranker = load_model(tmp_path / "model", 1, 128)
+    processor = reranker.model.routes["image"].processor
+    document = Parts((Image(picture(0, 16, 24)), "the cat sat " * 50))
+    for query in ("Is it?", Parts(("Is it?", Image(picture(1, 16, 24))))):
+        tokenization = reranker.model.tasks.rerank(query, [document], ScoreOptions()).tokenization
+        shared = processor.tokenize_query(query, tokenization)
+        made = processor.encode_pairs_of_query(shared, [document], tokenization)
+        (encoding,) = made.work.encodings
+        assert (encoding.length, encoding.ids[-1], made.truncated) == (128, 100, 1)
+        text = shown(reranker, encoding)
+        assert text.startswith(f"**Document**:\n{of_image(6)}the cat sat the")
+        assert text[:-1].endswith("\n**Query**:\nIs it?" + of_image(6) * isinstance(query, Parts))
+        moved = encoding.pixels[-1, :3].tolist()
+        assert moved == [(3 - 6) * (1 + isinstance(query, Parts))] * 3
 
 
 def test_an_image_has_the_tokens_of_the_authors_code(tmp_path):

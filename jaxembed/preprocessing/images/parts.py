@@ -9,7 +9,7 @@ import numpy as np
 from jaxembed.data.spec import ImageRules
 from jaxembed.data.work import Encoding
 from jaxembed.errors import EmptyInput, InputTooLong, WrongParts, counted
-from jaxembed.preprocessing.pairs import Frame
+from jaxembed.preprocessing.pairs import NO_IDS, Frame
 from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions
 
 POSITION_NUMBERS = 3  # of `mrope_positions`; they count the positions of images before a token
@@ -19,22 +19,25 @@ WORD = np.dtype("<i4")  # the bytes of patches are moved to the device four at a
 
 class TextTokens(NamedTuple):
     """The tokens of neighbouring texts: their ids, int32 `[tokens]`; whether these are of the whole
-    text; and how many at the start and at the end are not truncated."""
+    text; how many at the start are not truncated; the ids that stand at the end of a truncated text;
+    and whether it is truncated only after others."""
 
     ids: np.ndarray
     is_whole: bool = True
     head: int = 0
-    tail: int = 0
+    end: np.ndarray = NO_IDS
+    is_later: bool = False
 
     @property
     def room(self) -> int:
         """The number of tokens that may be truncated, which leaves one of the text."""
-        return max(len(self.ids) - self.head - self.tail - 1, 0)
+        return max(len(self.ids) - self.head - len(self.end) - 1, 0)
 
     def cut(self, count: int) -> np.ndarray:
         """Return the ids without the last `count` of those that may be truncated."""
-        end = len(self.ids) - self.tail
-        return np.concatenate([self.ids[: end - count], self.ids[end:]])
+        if not count:
+            return self.ids
+        return np.concatenate([self.ids[: len(self.ids) - len(self.end) - count], self.end])
 
 
 Segment = TextTokens | Encoding  # a part of a sequence; an Encoding is an image
@@ -70,10 +73,11 @@ class PartsTokenizer:
     def query(
         self, parts: Sequence[str | Encoding], tokenization: TokenizationOptions
     ) -> list[Segment]:
-        """Return the first half of pairs, for several calls of `pair`. Raises EmptyInput,
-        InvalidInput or TokenizerError."""
+        """Return the part of pairs that holds the query, for several calls of `pair`. Raises
+        EmptyInput, InvalidInput or TokenizerError."""
         around = self._frame.around_first(tokenization.instruction)
-        return self._segments(around, parts, tokenization)
+        segments = self._segments(around, parts, tokenization)
+        return [s if isinstance(s, Encoding) else s._replace(is_later=True) for s in segments]
 
     def pair(
         self,
@@ -87,8 +91,9 @@ class PartsTokenizer:
         frame = self._frame
         parts = document if any(document) else [*filter(None, [frame.empty])]
         second = self._segments(frame.around_second, parts, tokenization)
-        between = TextTokens(frame.between, tail=len(frame.between))
-        segments = [*query, between, *second]
+        earlier, later = frame.in_order(query, second)
+        between = TextTokens(frame.between, end=frame.between)
+        segments = [*earlier, between, *later]
         return self._joined((frame.before, frame.after), segments, tokenization)
 
     @property
@@ -120,7 +125,7 @@ class PartsTokenizer:
         last = tokens[-1]
         if not last.is_whole:  # what was not read ends with `around[1]`
             last = last._replace(ids=np.concatenate([last.ids, end]))
-        tokens[-1] = last._replace(tail=len(end))
+        tokens[-1] = last._replace(end=end)
         segments: list[Segment] = [tokens[0]]
         for image, text in zip(images, tokens[1:], strict=True):
             segments += [image, text]
@@ -163,11 +168,11 @@ class PartsTokenizer:
             is_exact = all(isinstance(s, Encoding) or s.is_whole for s in segments)
             raise InputTooLong(self.limit, self.limit + (excess if is_exact else 1), exact=is_exact)
         if tokenization.side == "right":
-            for number, segment in reversed([*enumerate(segments)]):
-                if isinstance(segment, TextTokens):
-                    count = min(segment.room, max(excess, 0))
-                    rows[number] = segment.cut(count)
-                    excess -= count
+            texts = [(k, s) for k, s in enumerate(segments) if isinstance(s, TextTokens)]
+            for number, text in sorted(reversed(texts), key=lambda pair: pair[1].is_later):
+                count = min(text.room, max(excess, 0))
+                rows[number] = text.cut(count)
+                excess -= count
         if excess > 0:
             raise WrongParts(
                 f"the input is {counted(excess, 'token')} over the limit of {self.limit}, and "

@@ -1,13 +1,14 @@
-"""Converts the image encoder of Qwen3-VL-Embedding, and how its images are prepared."""
+"""Converts the image encoders of Qwen3-VL-Embedding, Qwen3-VL-Reranker and jina-reranker-m0 (on
+Qwen2-VL), and how their images are prepared."""
 
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from converters.families.rope import mrope_sections, rope_parameters
 from converters.family import Images
 from converters.vision.colqwen import (
+    QWEN2_VL,
     QWEN3_VL,
     SHARED_DEFAULTS,
     VISION_DEFAULTS,
@@ -19,25 +20,26 @@ from converters.vision.image_rules import read_rules
 from converters.vision.pages import read_part
 from jaxembed.errors import CheckpointError
 
-ROPE_SECTIONS = (24, 20, 20)
 # The ids of the tokens of an image, and before and after it.
 TOKEN_IDS = {
     "image_token_id": 151655,
     "vision_start_token_id": 151652,
     "vision_end_token_id": 151653,
 }
-# The limits of an image in the authors' qwen3_vl_embedding.py, which take the place of those in
-# preprocessor_config.json. A lower maximum in this file is used.
-MIN_TOKENS, MAX_TOKENS = 4, 1800
+# By model_type, the minimum and maximum tokens of an image in the authors' code: m0's modeling.py
+# and qwen3_vl_embedding.py. They take the place of the limits in preprocessor_config.json. A lower
+# maximum in this file is used.
+TOKENS = {QWEN2_VL: (4, 768), QWEN3_VL: (4, 1800)}
 
 
 def images(hf: dict[str, Any], folder: Path) -> Images:
     """Return how the model in `folder` takes images. `hf` is its config.json with the fields of its
     text_config. Raises UnsupportedModel and CheckpointError."""
-    stated = hf.get("vision_config") or {}
-    stated = read_part(folder, "vision_config", stated, [f"{QWEN3_VL}_vision"])
-    vision = SHARED_DEFAULTS | VISION_DEFAULTS[QWEN3_VL] | stated
-    encoder = vision_config(vision, QWEN3_VL)
+    kind, stated = hf["model_type"], hf.get("vision_config") or {}
+    # transformers 4 writes the model_type of the whole model
+    stated = read_part(folder, "vision_config", stated, [f"{kind}_vision", kind])
+    vision = SHARED_DEFAULTS | VISION_DEFAULTS[kind] | stated
+    encoder = vision_config(vision, kind)
     if encoder["out_size"] != hf["hidden_size"]:
         raise CheckpointError(
             f"the image encoder outputs {encoder['out_size']} numbers per token, and the language "
@@ -49,7 +51,7 @@ def images(hf: dict[str, Any], folder: Path) -> Images:
             f"{folder}: its image processor merges {rules.merge} by {rules.merge} patches, and its "
             f"encoder merges {vision['spatial_merge_size']} by {vision['spatial_merge_size']}"
         )
-    bounds = zip(rules.area, (MIN_TOKENS, MAX_TOKENS), strict=True)
+    bounds = zip(rules.area, TOKENS[kind], strict=True)
     low, high = (min(pixels, tokens * rules.token_side**2) for pixels, tokens in bounds)
     image_id, start_id, end_id = (hf.get(key, number) for key, number in TOKEN_IDS.items())
     rules = msgspec.structs.replace(
@@ -58,14 +60,8 @@ def images(hf: dict[str, Any], folder: Path) -> Images:
         token_id=image_id,
         before=(start_id,),
         after=(end_id,),
-        place_numbers=5,
+        # a table of positions is resized to the rows and columns of an image
+        place_numbers=5 if "table_size" in encoder else rules.place_numbers,
     )
-    sections = mrope_sections(rope_parameters(hf), ROPE_SECTIONS, hf["head_dim"])
-    config = {
-        "image_tower": "qwen_vision",
-        "image": encoder,
-        "image_token_id": image_id,
-        "rope_sections": sections,
-        "rope_interleaved": True,
-    }
+    config = {"image_tower": "qwen_vision", "image": encoder, "image_token_id": image_id}
     return Images(config, tuple(vision_rules("visual", "tower.image")), rules)
