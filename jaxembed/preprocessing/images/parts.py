@@ -19,8 +19,8 @@ WORD = np.dtype("<i4")  # the bytes of patches are moved to the device four at a
 
 class TextTokens(NamedTuple):
     """The tokens of neighbouring texts: their ids, int32 `[tokens]`; whether these are of the whole
-    text; how many at the start are not truncated; the ids that stand at the end of a truncated text;
-    and whether it is truncated only after others."""
+    text; how many at the start are not truncated; the ids that end a truncated text; and whether it
+    is truncated only after others."""
 
     ids: np.ndarray
     is_whole: bool = True
