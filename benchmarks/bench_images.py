@@ -1,21 +1,23 @@
-"""Compares our library with transformers and onnxruntime on images: images a second with CLIP.
+"""Compares our library with transformers and onnxruntime on images: images a second from files.
 
-The model has CLIP-ViT-B/32's tower of images and random weights. The images are JPEG files made on
-the spot, smooth colours with some grain, of the sizes in SIZES in turns. Each library runs in a
+transformers makes the model, of random weights and published widths. Models of pages have fewer
+layers than published, as TOWERS says. The images are JPEG files made on the spot, smooth colours
+with some grain: of the sizes in PHOTOS in turns, or pages of A4 at 100 dpi. Each library runs in a
 process and an environment of its own with as many threads as there are cores, from the bytes of the
 files to vectors of length one. Peers use the batch size that was fastest for them in a run before.
 In every round each library runs once whole, and once its two parts apart: decoding and resizing,
-and the tower. The order alternates. transformers prepares its images in one thread, as its
+and the model. The order alternates. transformers prepares its images in one thread, as its
 processors do; the threads of onnxruntime's peer prepare the next images while the tower runs.
 
-The tower is also timed without its engine, in buckets full of images, beside a program with only
+CLIP's tower is also timed without its engine, in buckets full of images, beside a program with only
 the matrix products of their tokens, as in bench_model: `share` is theirs of its time.
 
-    python -m benchmarks.bench_images
     python -m benchmarks.bench_images --torch .venv-parity --onnx .venv-peers
+    python -m benchmarks.bench_images --torch .venv-parity --tower colqwen2 --images 8
 
-Columns: `times` is how many times as fast our library is, in the median round; `least` and `most`
-are over the rounds. `cosine` is to transformers in float32.
+Columns: `times` is how many times as fast our library is in the same dtype, in the median round;
+`least` and `most` are over the rounds. `cosine` is the lowest to a vector of transformers in
+float32.
 """
 
 import json
@@ -25,7 +27,7 @@ import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -34,8 +36,6 @@ from typing import Any
 import jax
 import msgspec
 import numpy as np
-from safetensors.numpy import save_file
-from tokenizers import Tokenizer, models, processors
 
 from benchmarks import bench_model, peer, report, subject
 from benchmarks.bench_libraries import vectors_of
@@ -51,37 +51,123 @@ from jaxembed.models import program
 from jaxembed.models.tokens import PackedTokens
 
 WORKER = Path(__file__).parent / "peers" / "images.py"
-OURS, REFERENCE = "jaxembed", "transformers float32"
-BATCHES = (4, 8, 16, 32)
+OURS, THEIRS = "jaxembed", "transformers"
+DTYPES = ("float32", "bfloat16")
+BATCHES = (1, 4, 8, 16, 32)
 PARTS = ("whole", "prepare", "forward")
-SIZES = ((480, 640), (1080, 1920), (224, 224))  # height and width
-CLIP_B32 = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "image_size": 224,
-    "patch_size": 32,
+PHOTOS = ((480, 640), (1080, 1920), (224, 224))  # height and width
+PAGES = ((1169, 827),)
+
+
+def sized(width: int, layers: int, heads: int, inner: int, **others: Any) -> dict[str, Any]:
+    """The sizes of a tower, by transformers' names."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    return dict(zip(names, (width, layers, heads, inner), strict=True)) | others
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A model: its config.json, its other files by their names, and the sizes of its images."""
+
+    config: dict[str, Any]
+    files: dict[str, Any]
+    sizes: tuple[tuple[int, int], ...] = PHOTOS
+
+
+RULES = "preprocessor_config.json"
+SQUARE = {"height": 224, "width": 224}
+# sentence-transformers' files of a model whose texts and images are put into the chat template, and
+# whose vector is that of the last token
+MODULES = ("Transformer", "Pooling", "Normalize")
+CHAT = {
+    "modules.json": [
+        {"idx": number, "name": str(number), "type": f"sentence_transformers.models.{name}"}
+        | {"path": f"{number}_{name}" if number else ""}
+        for number, name in enumerate(MODULES)
+    ],
+    "1_Pooling/config.json": {"embedding_dimension": 2048, "pooling_mode": "lasttoken"},
+    "sentence_bert_config.json": {
+        "transformer_task": "feature-extraction",
+        "modality_config": {"message": {"method": "forward", "format": "structured"}},
+        "processing_kwargs": {"chat_template": {"add_generation_prompt": True}},
+    },
 }
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 64,
-    "patch_size": 32,
+TOKENS = 262  # of the tokenizer, of which the last is that of an image
+NO_TEXT = sized(32, 1, 1, 32, vocab_size=TOKENS, max_position_embeddings=8, eos_token_id=TOKENS - 6)
+
+
+def clip(side: int, vision: dict[str, Any]) -> Tower:
+    """CLIP, with a tower of texts that nothing asks."""
+    vision |= {"image_size": side, "patch_size": 32}
+    config = {"model_type": "clip", "architectures": ["CLIPModel"], "projection_dim": 512}
+    rules = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": side}}
+    return Tower(
+        config | {"text_config": NO_TEXT, "vision_config": vision},
+        {RULES: rules | {"crop_size": {"height": side, "width": side}}},
+    )
+
+
+def rope(theta: float, *sections: int) -> dict[str, Any]:
+    """Rotations of text and of the places of a page."""
+    fields = {"rope_type": "default", "rope_theta": theta, "mrope_section": sections}
+    return {"rope_parameters": fields, "vocab_size": TOKENS, "max_position_embeddings": 2048}
+
+
+TOWERS = {
+    "clip-b32": clip(224, sized(768, 12, 12, 3072)),
+    "tiny": clip(64, sized(32, 1, 2, 64)),
+    "siglip-b16": Tower(
+        {
+            "model_type": "siglip",
+            "architectures": ["SiglipModel"],
+            "text_config": NO_TEXT | {"projection_size": 768},
+            "vision_config": sized(768, 12, 12, 3072, image_size=224, patch_size=16),
+        },
+        {RULES: {"image_processor_type": "SiglipImageProcessor"} | {"size": SQUARE}},
+    ),
+    "colqwen2": Tower(  # on Qwen2-VL-2B, of which 28 and 32 layers are published
+        {
+            "model_type": "colqwen2",
+            "architectures": ["ColQwen2ForRetrieval"],
+            "embedding_dim": 128,
+            "vlm_config": {
+                "model_type": "qwen2_vl",
+                "image_token_id": TOKENS - 1,
+                "text_config": sized(1536, 4, 12, 8960, num_key_value_heads=2)
+                | rope(1e6, 16, 24, 24),
+                "vision_config": {"depth": 4, "embed_dim": 1280, "num_heads": 16}
+                | {"hidden_size": 1536},
+            },
+        },
+        {
+            RULES: {"image_processor_type": "Qwen2VLImageProcessor"}
+            | {"size": {"shortest_edge": 4 * 28**2, "longest_edge": 768 * 28**2}}
+        },
+        PAGES,
+    ),
+    "qwen3-vl": Tower(  # Qwen3-VL-Embedding-2B, of which 28 and 24 layers are published
+        {
+            "model_type": "qwen3_vl",
+            "architectures": ["Qwen3VLForConditionalGeneration"],
+            "image_token_id": TOKENS - 1,
+            "vision_start_token_id": TOKENS - 3,
+            "vision_end_token_id": TOKENS - 2,
+            "tie_word_embeddings": True,
+            "text_config": sized(2048, 4, 16, 6144, num_key_value_heads=8, head_dim=128)
+            | rope(5e6, 24, 20, 20),
+            "vision_config": {"depth": 4, "hidden_size": 1024, "num_heads": 16}
+            | {"intermediate_size": 4096, "out_hidden_size": 2048}
+            | {"deepstack_visual_indexes": [1, 2, 3]},
+        },
+        CHAT
+        | {
+            RULES: {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16}
+            | {"size": {"shortest_edge": 4 * 32**2, "longest_edge": 1800 * 32**2}}
+            | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+        },
+        PAGES,
+    ),
 }
-TOWERS = {"clip-b32": CLIP_B32, "tiny": TINY}
-TEXT = {  # a tower of texts that nothing asks
-    "vocab_size": 2,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "max_position_embeddings": 8,
-    "eos_token_id": 1,
-}
-SPACE = 512  # dimensions of a vector
 
 
 @dataclass(frozen=True)
@@ -115,8 +201,9 @@ class Worker:
         return self._process.ask(json.dumps([part, batch, self._count]))
 
     def vectors(self) -> np.ndarray:
-        """The vectors of the last run, float64 `[images, dim]`, normalised."""
-        return vectors_of(self._process.ask(""), self._count)
+        """The vectors of the last run, float64 `[vectors, dim]`, normalised."""
+        count, encoded = self._process.ask("")
+        return vectors_of(encoded, count)
 
 
 def _batches(count: int) -> list[int]:
@@ -134,7 +221,9 @@ def working(contestant: Contestant, folder: Path, count: int) -> Iterator[Worker
 def parse(argv: Sequence[str] | None) -> Namespace:
     """Parse the command line; None means this program's own arguments."""
     parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--torch", type=Path, help="an environment with transformers and Pillow")
+    parser.add_argument(
+        "--torch", type=Path, required=True, help="an environment with transformers and Pillow"
+    )
     parser.add_argument("--onnx", type=Path, help="one with onnxruntime, torch and transformers")
     parser.add_argument("--tower", choices=TOWERS, default="clip-b32")
     parser.add_argument("--images", type=int, default=48)
@@ -153,22 +242,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     report.configure_jax()
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        write_model(folder / "model", TOWERS[args.tower])
-        sizes = write_images(folder / "images", args.images)
+        tower = TOWERS[args.tower]
+        make(folder / "model", tower, args.torch)
+        write_images(folder / "images", args.images, tower.sizes)
         workers = [
             stack.enter_context(working(one, folder, args.images)) for one in contestants(args)
         ]
         seconds = measure(workers, args.rounds)
         vectors = {worker.contestant.name: worker.vectors() for worker in workers}
-        towers = of_products(folder, args)
+        towers = of_products(folder, args) if tower.config["model_type"] == "clip" else []
     rows = [row_of(worker, seconds, vectors, args.images) for worker in workers]
     title = f"{args.tower} (random), {args.images} images, {report.device_name()}"
     report.show([row | {"cosine": f"{row['cosine']:.5f}"} for row in rows], title)
-    report.show(towers)
+    if towers:
+        report.show(towers)
     facts = {
         "model": f"{args.tower} (random)",
         "images": args.images,
-        "sizes": sizes,
+        "sizes": [f"{width}x{height}" for height, width in tower.sizes],
+        "config": tower.config,
         "versions": {worker.contestant.name: worker.versions for worker in workers},
         "batches": {worker.contestant.name: worker.seconds_of for worker in workers},
         "results": rows,
@@ -178,14 +270,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     report.finish("bench_images", argv, facts, args.out)
 
 
+def make(folder: Path, tower: Tower, environment: Path) -> None:
+    """Let transformers write a model of random weights to a folder."""
+    with peer.running(THEIRS, environment / "bin/python", WORKER) as process:
+        process.ask(json.dumps(asdict(tower) | {"model": str(folder)}))
+
+
 def contestants(args: Namespace) -> list[Contestant]:
     """Our library, and the peers whose environments the arguments name."""
-    every = [Contestant(OURS, Path(sys.executable), OURS, "default")]
-    if args.torch:
-        every += [
-            Contestant(f"transformers {dtype}", args.torch / "bin/python", "transformers", dtype)
-            for dtype in ("float32", "bfloat16")
-        ]
+    pythons = {OURS: Path(sys.executable), THEIRS: args.torch / "bin/python"}
+    every = [
+        Contestant(f"{name} {dtype}", python, name, dtype)
+        for name, python in pythons.items()
+        for dtype in DTYPES
+    ]
     if args.onnx:
         python = args.onnx / "bin/python"
         every.append(Contestant("onnxruntime float32", python, "onnxruntime", "float32"))
@@ -213,9 +311,8 @@ def row_of(
     """The row of a contestant, from the seconds and vectors of all."""
     name = worker.contestant.name
     whole, prepare, forward = (np.array(seconds[name][part]) for part in PARTS)
-    times = whole / np.array(seconds[OURS]["whole"])
-    reference = REFERENCE if REFERENCE in vectors else OURS
-    cosine = np.einsum("nd,nd->n", vectors[name], vectors[reference])
+    times = whole / np.array(seconds[f"{OURS} {worker.contestant.dtype}"]["whole"])
+    cosine = np.einsum("nd,nd->n", vectors[name], vectors[f"{THEIRS} float32"])
     return {
         "library": name,
         "batch": worker.batch or None,
@@ -280,14 +377,14 @@ def full_planes(bucket: Bucket, model: Subject) -> tuple[np.ndarray, list[int]]:
     return planes, [tokens] * (a_row * bucket.rows)
 
 
-def write_images(folder: Path, count: int) -> list[str]:
-    """Write JPEG files of each of SIZES in turns. Returns the sizes."""
+def write_images(folder: Path, count: int, sizes: Sequence[tuple[int, int]]) -> None:
+    """Write JPEG files of each of the sizes in turns."""
     from PIL import Image  # the other benchmarks run without it
 
     folder.mkdir()
     draw = np.random.default_rng(0)
     for number in range(count):
-        height, width = SIZES[number % len(SIZES)]
+        height, width = sizes[number % len(sizes)]
         coarse = draw.integers(0, 256, (height // 40, width // 40, 3), dtype=np.uint8)
         smooth = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
         grain = draw.normal(0, 4, (height, width, 1))
@@ -295,71 +392,6 @@ def write_images(folder: Path, count: int) -> list[str]:
         file = BytesIO()
         Image.fromarray(colours).save(file, "JPEG", quality=90)
         (folder / f"{number:04}.jpg").write_bytes(file.getvalue())
-    return [f"{width}x{height}" for height, width in SIZES]
-
-
-def write_model(folder: Path, image: dict[str, int]) -> None:
-    """Write a CLIPModel of random weights, as transformers saves it."""
-    folder.mkdir()
-    side = image["image_size"]
-    config = {"architectures": ["CLIPModel"], "model_type": "clip", "projection_dim": SPACE}
-    config |= {"text_config": TEXT, "vision_config": image}
-    rules = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": side}}
-    rules |= {"crop_size": {"height": side, "width": side}}
-    for name, content in (
-        ("config.json", config),
-        ("preprocessor_config.json", rules),
-        ("tokenizer_config.json", {}),
-    ):
-        (folder / name).write_text(json.dumps(content))
-    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "<end>": 1}, unk_token="<unk>"))
-    tokenizer.post_processor = processors.TemplateProcessing(  # pyright: ignore
-        single="$A <end>", special_tokens=[("<end>", 1)]
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    save_file(tensors(image), folder / "model.safetensors", {"format": "pt"})
-
-
-def tensors(image: dict[str, int]) -> dict[str, np.ndarray]:
-    """Random tensors of a CLIPModel by transformers' names: matrices that keep the scale of what
-    they multiply, and norms that change nothing."""
-    patch, patches = image["patch_size"], (image["image_size"] // image["patch_size"]) ** 2
-    wide, narrow = image["hidden_size"], TEXT["hidden_size"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "logit_scale": (),
-        "text_projection.weight": (SPACE, narrow),
-        "visual_projection.weight": (SPACE, wide),
-        "text_model.embeddings.token_embedding.weight": (TEXT["vocab_size"], narrow),
-        "text_model.embeddings.position_embedding.weight": (
-            TEXT["max_position_embeddings"],
-            narrow,
-        ),
-        "vision_model.embeddings.class_embedding": (wide,),
-        "vision_model.embeddings.patch_embedding.weight": (wide, 3, patch, patch),
-        "vision_model.embeddings.position_embedding.weight": (patches + 1, wide),
-    }
-    linears: dict[str, tuple[int, int]] = {}
-    norms = {"text_model.final_layer_norm": narrow}
-    norms |= {f"vision_model.{name}": wide for name in ("pre_layrnorm", "post_layernorm")}
-    for half, sizes in (("text_model", TEXT), ("vision_model", image)):
-        width, inner = sizes["hidden_size"], sizes["intermediate_size"]
-        for number in range(sizes["num_hidden_layers"]):
-            layer = f"{half}.encoder.layers.{number}"
-            for one in ("q", "k", "v", "out"):
-                linears[f"{layer}.self_attn.{one}_proj"] = (width, width)
-            linears |= {f"{layer}.mlp.fc1": (inner, width), f"{layer}.mlp.fc2": (width, inner)}
-            norms |= {f"{layer}.layer_norm{one}": width for one in (1, 2)}
-    for name, shape in linears.items():
-        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-    draw = np.random.default_rng(0)
-    found = {}
-    for name, shape in shapes.items():
-        scale = np.prod(shape[1:]) ** -0.5 if name.endswith("weight") else 0.1
-        found[name] = np.asarray(scale * draw.standard_normal(shape), np.float32)
-    for name, width in norms.items():
-        found |= {f"{name}.weight": np.ones(width, np.float32)}
-        found |= {f"{name}.bias": np.zeros(width, np.float32)}
-    return found
 
 
 if __name__ == "__main__":

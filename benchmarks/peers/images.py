@@ -1,4 +1,5 @@
-"""CLIP's images in one library, in a process of its own, driven over pipes by `bench_images`.
+"""The images of a model in one library, in a process of its own, driven over pipes by
+`bench_images`.
 
 Runs in that library's environment, so it imports nothing of jaxembed but where it is what is timed.
 The first line of standard input is a JSON object:
@@ -6,30 +7,53 @@ The first line of standard input is a JSON object:
     {"library": "transformers", "model": "/folder", "dtype": "bfloat16", "threads": 2,
      "images": "/folder"}
 
-`model` is a folder as transformers saves a CLIPModel, `images` one of files of images. Then each
-line is a part, a batch size and how many of the images, `["whole", 16, 32]`. The parts are
-`prepare` (files to pixels, whose result the next `forward` takes), `forward` (pixels to vectors on
-the host) and `whole` (both, as the library's users run them). Answers are lines of JSON: versions
-first, then seconds, and for an empty line the vectors of the last run, float32 in base64.
+`model` is a folder as transformers saves a model, `images` one of files of images. Then each line
+is a part, a batch size and how many of the images, `["whole", 16, 32]`. The parts are `prepare`
+(files to pixels, whose result the next `forward` takes), `forward` (pixels to vectors on the host)
+and `whole` (both, as the library's users run them). Answers are lines of JSON: versions first, then
+seconds, and for an empty line how many vectors the last run made, and these, float32 in base64.
 
 transformers prepares images in the calling thread, as its processors do. For onnxruntime, which
 runs what torch exports of the same tower, as many threads as there are cores prepare them.
+
+With the fields of a `config`, transformers makes that model of random weights instead, and writes
+it to the folder, beside `files`, the contents of other JSON files; the answer is the versions.
 """
 
 import base64
+import json
 import multiprocessing
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from io import BytesIO
-from json import loads
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pipe import opened, versions
+
+IMAGE = "<|image_pad|>"
+PAD, END, *_ = SPECIAL = (
+    *("<|endoftext|>", "<|im_end|>", "<|im_start|>", "<|vision_start|>", "<|vision_end|>", IMAGE),
+)
+# What stands around the tokens of a page: the processor of ColQwen2 has it, and the code of
+# Qwen3-VL-Embedding's authors.
+PROMPTS = {
+    "colqwen2": f"<|im_start|>user\n<|vision_start|>{IMAGE}<|vision_end|>Describe the image."
+    "<|im_end|><|endoftext|>",
+    "qwen3_vl": "<|im_start|>system\nRepresent the user's input.<|im_end|>\n"
+    f"<|im_start|>user\n<|vision_start|>{IMAGE}<|vision_end|><|im_end|>\n"
+    "<|im_start|>assistant\n",
+}
+CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}{{ '\n' }}{{ message.content }}"
+    "<|im_end|>{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"
+)
 
 
 class Jaxembed:
@@ -44,65 +68,88 @@ class Jaxembed:
 
         memory.keep()  # as docs/library.md says: what the command line does
         jax.config.update("jax_cpu_enable_async_dispatch", False)
-        dtype: Any = None if job["dtype"] == "default" else job["dtype"]
-        config = EngineConfig(dtype=dtype, warmup="full")
+        config = EngineConfig(dtype=job["dtype"], warmup="full")
         self._embedder = Embedder(job["model"], cache_dir=Path(job["cache"]), config=config)
+        self._route = self._embedder.model.routes["image"]
+        (self._output,) = self._embedder.spec.representations
         for one in self._embedder.model.engines.values():
             one.engine.wait_timed()
 
     def whole(self, files: Sequence[bytes], batch: int) -> np.ndarray:
-        return self._embedder.encode(images=files)
+        found = self._embedder.encode_outputs((), [self._output], images=files)[self._output]
+        return getattr(found, "values", found)
 
     def prepare(self, files: Sequence[bytes], batch: int) -> Any:
         from jaxembed.data.inputs import Image
+        from jaxembed.runtime.tasks import EncodeOptions
 
-        processor = self._embedder.model.routes["image"].processor
-        rules = None  # which are of texts
-        jobs = [processor.executor.submit(processor.encode, [Image(f)], rules) for f in files]
-        return [job.result().work for job in jobs]
+        options = EncodeOptions(outputs=frozenset({self._output}))
+        request = self._embedder.model.tasks.embed([Image(file) for file in files], options)
+        processor = self._route.processor
+        submit = partial(processor.executor.submit, request.prepare, processor, None)
+        return [job.result().work for job in [submit([one]) for one in request.items]]
 
     def forward(self, prepared: Any, batch: int) -> np.ndarray:
         from jaxembed.data.work import join_work
 
-        engine, outputs = self._embedder.model.engines["image"].engine, frozenset({"dense"})
-        future = engine.submit(join_work(prepared, outputs))
+        future = self._route.engine.submit(join_work(prepared, frozenset({self._output})))
         future.result()
-        return future.values["dense"]
+        found = future.values[self._output]
+        return getattr(found, "values", found)
 
 
 class Transformers:
-    """A CLIPVisionModelWithProjection and the processor on Pillow."""
+    """A model, and its processor on Pillow."""
 
     PACKAGES = ("transformers", "torch", "pillow")
 
     def __init__(self, job: dict[str, Any]):
         import torch
+        import transformers
 
         torch.set_num_threads(job["threads"])
-        self._model, self._dtype = tower(job["model"], job["dtype"]), getattr(torch, job["dtype"])
+        self._model, self._dtype = loaded(job["model"], job["dtype"]), getattr(torch, job["dtype"])
         self._processor = processor(job["model"])
+        self._prompt = PROMPTS.get(self._model.config.model_type, "")
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(
+            job["model"], padding_side="left"
+        )
 
     def whole(self, files: Sequence[bytes], batch: int) -> np.ndarray:
-        return np.concatenate([self._vectors(self._pixels(some)) for some in parts(files, batch)])
+        return np.concatenate([self._vectors(self._inputs(some)) for some in parts(files, batch)])
 
     def prepare(self, files: Sequence[bytes], batch: int) -> list[Any]:
-        return [self._pixels(some) for some in parts(files, batch)]
+        return [self._inputs(some) for some in parts(files, batch)]
 
     def forward(self, prepared: list[Any], batch: int) -> np.ndarray:
-        return np.concatenate([self._vectors(pixels) for pixels in prepared])
+        return np.concatenate([self._vectors(inputs) for inputs in prepared])
 
-    def _pixels(self, files: Sequence[bytes]) -> Any:
+    def _inputs(self, files: Sequence[bytes]) -> dict[str, Any]:
+        made = dict(self._processor([decoded(file) for file in files], return_tensors="pt"))
+        if self._prompt:
+            counts = made["image_grid_thw"].prod(1) // self._processor.merge_size**2
+            texts = [self._prompt.replace(IMAGE, IMAGE * count) for count in counts.tolist()]
+            made |= self._tokenizer(
+                texts, padding=True, return_tensors="pt", return_token_type_ids=False
+            )
+            image_id = self._tokenizer.convert_tokens_to_ids(IMAGE)
+            made["mm_token_type_ids"] = (made["input_ids"] == image_id).int()
+        return made | {"pixel_values": made["pixel_values"].to(self._dtype)}
+
+    def _vectors(self, inputs: dict[str, Any]) -> np.ndarray:
         import torch
 
-        images = [decoded(file) for file in files]
-        return torch.from_numpy(pixels_of(self._processor, images)).to(self._dtype)
-
-    def _vectors(self, pixels: Any) -> np.ndarray:
-        import torch
-
+        model = self._model
         with torch.inference_mode():
-            found = self._model(pixel_values=pixels).image_embeds
-            return torch.nn.functional.normalize(found.float()).numpy()
+            if not self._prompt:
+                found = of_images(model, inputs["pixel_values"])
+            elif model.config.model_type == "colqwen2":
+                # not by the model itself, which counts a page's tokens instead of its places
+                hidden = model.vlm(**inputs, use_cache=False).last_hidden_state
+                found = model.embedding_proj_layer(hidden)[inputs["attention_mask"].bool()]
+            else:
+                found = model.model(**inputs, use_cache=False).last_hidden_state[:, -1]
+            return torch.nn.functional.normalize(found.float(), dim=-1).numpy()
 
 
 class OnnxRuntime:
@@ -140,7 +187,10 @@ class OnnxRuntime:
 
     def _pixels(self, files: Sequence[bytes]) -> Any:
         """The pixels of each file, which the threads make."""
-        return self._pool.map(lambda file: pixels_of(self._processor, [decoded(file)]), files)
+        return self._pool.map(
+            lambda file: self._processor([decoded(file)], return_tensors="np")["pixel_values"],
+            files,
+        )
 
     def _vectors(self, images: Any) -> np.ndarray:
         (found,) = self._session.run(None, {"pixel_values": np.concatenate(list(images))})
@@ -148,6 +198,33 @@ class OnnxRuntime:
 
 
 LIBRARIES = {"jaxembed": Jaxembed, "transformers": Transformers, "onnxruntime": OnnxRuntime}
+
+
+def make(job: dict[str, Any]) -> None:
+    """Write a model of random weights as transformers saves it, and a tokenizer of single bytes."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**job["config"])
+    getattr(transformers, config.architectures[0])(config).save_pretrained(job["model"])
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({one: number for number, one in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(list(SPECIAL))
+    if config.model_type not in PROMPTS:  # whose texts end with a token
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"$A {PAD}", special_tokens=[(PAD, tokenizer.token_to_id(PAD))]
+        )
+    saved = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, chat_template=CHAT
+    )
+    saved.save_pretrained(job["model"])
+    for name, content in job["files"].items():
+        path = Path(job["model"]) / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(content))
 
 
 def parts(files: Sequence[bytes], batch: int) -> list[Sequence[bytes]]:
@@ -161,33 +238,32 @@ def decoded(file: bytes) -> Any:
 
 
 def processor(folder: str) -> Any:
-    """The processor on Pillow: by name in transformers 5, in 4 the one that is not fast."""
+    """The processor on Pillow."""
     import transformers
 
-    if int(transformers.__version__.split(".")[0]) < 5:
-        return transformers.CLIPImageProcessor.from_pretrained(folder)
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
-    return CLIPImageProcessorPil.from_pretrained(folder)
+    return transformers.AutoImageProcessor.from_pretrained(folder, use_fast=False)
 
 
-def pixels_of(processor: Any, images: list[Any]) -> np.ndarray:
-    return np.asarray(processor(images, return_tensors="np")["pixel_values"])
-
-
-def tower(folder: str, dtype: str) -> Any:
+def loaded(folder: str, dtype: str) -> Any:
     import torch
     import transformers
 
-    kind = transformers.CLIPVisionModelWithProjection
+    config = transformers.AutoConfig.from_pretrained(folder)
+    kind = getattr(transformers, config.architectures[0])
     return kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+
+
+def of_images(model: Any, pixels: Any) -> Any:
+    """The vectors of images, which are not normalised; transformers 4 returns them alone."""
+    found = model.get_image_features(pixel_values=pixels)
+    return getattr(found, "pooler_output", found)
 
 
 def export(folder: str, path: str) -> None:
     """Write the tower as a graph from pixels to vectors that are not normalised."""
     import torch
 
-    model = tower(folder, "float32")
+    model = loaded(folder, "float32")
 
     class Vectors(torch.nn.Module):
         def __init__(self):
@@ -195,9 +271,9 @@ def export(folder: str, path: str) -> None:
             self.model = model
 
         def forward(self, pixel_values: Any) -> Any:
-            return self.model(pixel_values=pixel_values).image_embeds
+            return of_images(self.model, pixel_values)
 
-    side = model.config.image_size
+    side = model.config.vision_config.image_size
     torch.onnx.export(
         Vectors().eval(),
         (torch.zeros(2, 3, side, side),),
@@ -210,6 +286,10 @@ def export(folder: str, path: str) -> None:
 
 def main() -> None:
     job, answer = opened()
+    if "config" in job:
+        make(job)
+        answer(versions(Transformers.PACKAGES))
+        return
     library = LIBRARIES[job["library"]](job)
     files = [path.read_bytes() for path in sorted(Path(job["images"]).iterdir())]
     prepared: Any = None
@@ -217,9 +297,10 @@ def main() -> None:
     answer(versions(library.PACKAGES))
     for line in sys.stdin:
         if not line.strip():
-            answer(base64.b64encode(vectors.astype("<f4").tobytes()).decode())
+            encoded = base64.b64encode(vectors.astype("<f4").tobytes()).decode()
+            answer([len(vectors), encoded])
             continue
-        part, batch, count = loads(line)
+        part, batch, count = json.loads(line)
         start = time.perf_counter()
         if part == "prepare":
             prepared = library.prepare(files[:count], batch)
