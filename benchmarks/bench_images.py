@@ -133,9 +133,9 @@ TOWERS = {
             "vlm_config": {
                 "model_type": "qwen2_vl",
                 "image_token_id": TOKENS - 1,
-                "text_config": sized(1536, 4, 12, 8960, num_key_value_heads=2)
+                "text_config": sized(1536, 2, 12, 8960, num_key_value_heads=2)
                 | rope(1e6, 16, 24, 24),
-                "vision_config": {"depth": 4, "embed_dim": 1280, "num_heads": 16}
+                "vision_config": {"depth": 2, "embed_dim": 1280, "num_heads": 16}
                 | {"hidden_size": 1536},
             },
         },
@@ -153,11 +153,11 @@ TOWERS = {
             "vision_start_token_id": TOKENS - 3,
             "vision_end_token_id": TOKENS - 2,
             "tie_word_embeddings": True,
-            "text_config": sized(2048, 4, 16, 6144, num_key_value_heads=8, head_dim=128)
+            "text_config": sized(2048, 2, 16, 6144, num_key_value_heads=8, head_dim=128)
             | rope(5e6, 24, 20, 20),
-            "vision_config": {"depth": 4, "hidden_size": 1024, "num_heads": 16}
+            "vision_config": {"depth": 2, "hidden_size": 1024, "num_heads": 16}
             | {"intermediate_size": 4096, "out_hidden_size": 2048}
-            | {"deepstack_visual_indexes": [1, 2, 3]},
+            | {"deepstack_visual_indexes": [0, 1]},
         },
         CHAT
         | {
@@ -233,7 +233,10 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--kernels", default="auto", help="as of `jaxembed serve`")
     parser.add_argument("--cache-dir", type=Path, help="for the results of kernel trials")
     report.add_arguments(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.onnx and TOWERS[args.tower].sizes == PAGES:
+        parser.error(f"--onnx is for towers without texts, not for {args.tower}; leave it out")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
