@@ -213,12 +213,16 @@ def make(job: dict[str, Any]) -> None:
     tokenizer = Tokenizer(models.BPE({one: number for number, one in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_special_tokens(list(SPECIAL))
-    if config.model_type not in PROMPTS:  # whose texts end with a token
+    is_dual = config.model_type not in PROMPTS
+    if is_dual:  # whose texts end with a token
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"$A {PAD}", special_tokens=[(PAD, tokenizer.token_to_id(PAD))]
         )
     saved = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, chat_template=CHAT
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=PAD if is_dual else END,
+        chat_template=CHAT,
     )
     saved.save_pretrained(job["model"])
     for name, content in job["files"].items():
