@@ -33,6 +33,7 @@ from converters.weights import (
     concatenate_transposed,
     transpose,
 )
+from jaxembed.data.spec import ImageRules
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.preprocessing.images.prepare import max_tokens
 
@@ -95,24 +96,13 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
     refuse_unknown("vlm_config of model_type", kind, (QWEN2_VL, QWEN2_5_VL))
     lm = text_config(_part(source, vlm, "text_config", kind))
     vision = SHARED_DEFAULTS | VISION_DEFAULTS[kind] | _part(source, vlm, "vision_config", kind)
-    image = vision_config(vision, kind)
-    if image["out_size"] != lm["hidden_size"]:
-        raise CheckpointError(
-            f"the image encoder outputs {image['out_size']} numbers per token, and the language "
-            f"model takes {lm['hidden_size']}"
-        )
+    image, rules = encoder_and_rules(source, vision, kind, lm["hidden_size"])
     image_id = vlm.get("image_token_id") or IMAGE_PAD_ID
     config = lm | {"image_tower": "qwen_vision", "image": image, "image_token_id": image_id}
     tokenizer = FramedTokenizer(source, lm["vocab_size"])
     processor = read_optional_json(source / "processor_config.json")
-    # how images are prepared, and the text of a page, in which one token stands for the image
+    # the text of a page, in which one token stands for the image
     page = tokenizer.ids(processor.get("visual_prompt_prefix") or PAGE_TEXT)
-    rules = read_rules(processor_fields(source), vision["patch_size"])
-    if rules.area is None or rules.merge != vision["spatial_merge_size"]:
-        raise CheckpointError(
-            f"{source}: its image processor merges {rules.merge} by {rules.merge} patches, and its "
-            f"encoder merges {vision['spatial_merge_size']} by {vision['spatial_merge_size']}"
-        )
     if page.count(image_id) != 1:
         raise CheckpointError(
             f"{source}: the text around a page has {page.count(image_id)} tokens {image_id}, which "
@@ -161,6 +151,28 @@ def _part(source: Path, vlm: Mapping[str, Any], key: str, kind: str) -> dict[str
     have the fields of text_config in `vlm` itself. `kind` is the model_type of `vlm`."""
     fields = vlm if key == "text_config" and vlm.get(key) is None else vlm.get(key) or {}
     return read_part(source, key, fields, [kind, f"{kind}_{key.removesuffix('_config')}"])
+
+
+def encoder_and_rules(
+    source: Path, vision: Mapping[str, Any], kind: str, width: int
+) -> tuple[dict[str, Any], ImageRules]:
+    """Return the config of the image encoder of the model in `source`, and how its images are
+    prepared. `vision` is a vision_config with its defaults filled in, `kind` a key of
+    VISION_DEFAULTS, and `width` that of the language model. Raises UnsupportedModel and
+    CheckpointError."""
+    encoder, merge = vision_config(vision, kind), vision["spatial_merge_size"]
+    if encoder["out_size"] != width:
+        raise CheckpointError(
+            f"the image encoder outputs {encoder['out_size']} numbers per token, and the language "
+            f"model takes {width}"
+        )
+    rules = read_rules(processor_fields(source), vision["patch_size"])
+    if rules.area is None or rules.merge != merge:
+        raise CheckpointError(
+            f"{source}: its image processor merges {rules.merge} by {rules.merge} patches, and its "
+            f"encoder merges {merge} by {merge}"
+        )
+    return encoder, rules
 
 
 def vision_config(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:

@@ -12,13 +12,10 @@ from converters.vision.colqwen import (
     QWEN3_VL,
     SHARED_DEFAULTS,
     VISION_DEFAULTS,
-    vision_config,
+    encoder_and_rules,
     vision_rules,
 )
-from converters.vision.dual import processor_fields
-from converters.vision.image_rules import read_rules
 from converters.vision.pages import read_part
-from jaxembed.errors import CheckpointError
 
 # The ids of the tokens of an image, and before and after it.
 TOKEN_IDS = {
@@ -39,18 +36,8 @@ def images(hf: dict[str, Any], folder: Path) -> Images:
     # transformers 4 writes the model_type of the whole model
     stated = read_part(folder, "vision_config", stated, [f"{kind}_vision", kind])
     vision = SHARED_DEFAULTS | VISION_DEFAULTS[kind] | stated
-    encoder = vision_config(vision, kind)
-    if encoder["out_size"] != hf["hidden_size"]:
-        raise CheckpointError(
-            f"the image encoder outputs {encoder['out_size']} numbers per token, and the language "
-            f"model takes {hf['hidden_size']}"
-        )
-    rules = read_rules(processor_fields(folder), vision["patch_size"])
-    if rules.area is None or rules.merge != vision["spatial_merge_size"]:
-        raise CheckpointError(
-            f"{folder}: its image processor merges {rules.merge} by {rules.merge} patches, and its "
-            f"encoder merges {vision['spatial_merge_size']} by {vision['spatial_merge_size']}"
-        )
+    encoder, rules = encoder_and_rules(folder, vision, kind, hf["hidden_size"])
+    assert rules.area is not None
     bounds = zip(rules.area, TOKENS[kind], strict=True)
     low, high = (min(pixels, tokens * rules.token_side**2) for pixels, tokens in bounds)
     image_id, start_id, end_id = (hf.get(key, number) for key, number in TOKEN_IDS.items())

@@ -171,9 +171,10 @@ class ImageColumn(_Images):
         return self.columns[1] if len(self.columns) > 1 else None
 
     def problem(self, row: RowInputs) -> str | None:
-        if len(row) > 1 and row[1] == "":
-            return f"has an empty `{self.columns[1]}` beside its image"
-        return problem_of(row[1], self.columns[1]) if len(row) > 1 else None
+        if len(row) == 1:
+            return None
+        is_empty = f"has an empty `{self.columns[1]}` beside its image"
+        return is_empty if row[1] == "" else problem_of(row[1], self.columns[1])
 
     def files(self, names: Sequence[str]) -> list[InputFile]:
         """Return the row files. Raises ConfigError if the extra `images` is not installed, and the

@@ -19,7 +19,7 @@ from test_server_openai import ask, fetch
 
 from converters import outline
 from jaxembed.config import ServerConfig
-from jaxembed.data.inputs import Image, Parts
+from jaxembed.data.inputs import Image, Parts, Text
 from jaxembed.errors import (
     CheckpointError,
     EmptyInput,
@@ -115,6 +115,14 @@ def test_an_image_is_between_the_tokens_of_the_chat(embedder):
     places = encoding.pixels[around - 4 :, :5]  # the template ends with five tokens and the image
     assert image_positions(16, 24, embedder.spec.image)[:, 3:].tolist() == [[2, 3]] * 8
     assert places[-1].tolist() == [-3, -3, -3, 0, 0]
+
+
+def test_only_requests_with_images_are_admitted_with_pixels(embedder):
+    costs = []
+    for item in (Text("a"), Image(picture(0, 16, 24))):
+        request = embedder.model.tasks.embed([item], EncodeOptions())
+        costs.append(request.cost(embedder.spec, sequences=1, tokens=10).bytes)
+    assert costs[1] - costs[0] == 10 * 2 * embedder.spec.image.token_bytes
 
 
 def test_parts_are_read_in_order_and_count_their_positions(embedder):

@@ -1,6 +1,7 @@
 """Joins the texts and images of an input into one sequence, in the template of the model."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -53,7 +54,7 @@ class PartsTokenizer:
         self._moved = 0 if rules.area is None else POSITION_NUMBERS
         self.limit = texts.limit  # maximum tokens of an input
 
-    @property
+    @cached_property
     def template_length(self) -> int:
         """The number of tokens that the template puts around an input."""
         if self._texts.template_frame is not None:
@@ -158,9 +159,9 @@ class PartsTokenizer:
     def _truncated(
         self, segments: Sequence[Segment], excess: int, tokenization: TokenizationOptions
     ) -> list[np.ndarray]:
-        """Return the ids of segments without `excess` tokens, which are cut from the ends of texts,
-        the last text first; one token of each text stays. Raises InputTooLong, and WrongParts if
-        that is not enough."""
+        """Return the ids of segments without `excess` tokens, which are cut from the ends of texts:
+        the last text first, those of a query after all others. One token of each stays. Raises
+        InputTooLong, and WrongParts if that is not enough."""
         rows = [segment.ids for segment in segments]
         if excess <= 0:
             return rows
