@@ -53,7 +53,7 @@ static void bind_weight(const Bound* bound, const char* kernel, const char* scal
                              .group = l->k / of_scales->dims[1]};
 }
 
-enum { MLP_BLOCK = 256 / sizeof(element) };  // rows
+enum { MLP_BLOCK = 128 };  // rows
 
 // The number of threads for a product of so many multiplications: few are not worth sharing.
 static int64_t threads_for(XLA_FFI_CallFrame* frame, double multiplications) {
@@ -156,6 +156,18 @@ XLA_FFI_Error* jaxembed_joint_attention(XLA_FFI_CallFrame* frame) {
   return attention_of(frame, &bound, &t);
 }
 
+// The heads of an item, at most `most`: fewer if threads then finish much sooner, because each has
+// as many items as the others.
+static int64_t even_heads(int64_t row_parts, int64_t heads, int64_t most, int64_t threads) {
+  int64_t best = most, best_heads = INT64_MAX;
+  for (int64_t some = most; some > 0; some--) {
+    // of the thread that has the most
+    const int64_t of_thread = parts(row_parts * parts(heads, some), threads) * some;
+    if (of_thread < best_heads - best_heads / 8) best = some, best_heads = of_thread;
+  }
+  return best;
+}
+
 // The product that gives queries, keys and values, and their attention.
 XLA_FFI_Error* jaxembed_self_attention(XLA_FFI_CallFrame* frame) {
   if (asks_for_metadata(frame)) return NULL;
@@ -182,7 +194,8 @@ XLA_FFI_Error* jaxembed_self_attention(XLA_FFI_CallFrame* frame) {
   const int64_t threads = threads_for(frame, 3.0 * rows * length * dim * dim);
   int64_t head_parts = parts(tokens * 3 * dim * (int64_t)sizeof(element), 640 * 1024);
   if (row_parts * head_parts < threads) head_parts = parts(threads, row_parts);
-  s.attention.heads_per_item = parts(heads, min64(heads, head_parts));
+  s.attention.heads_per_item =
+      even_heads(row_parts, heads, parts(heads, min64(heads, head_parts)), threads);
   const int64_t items = row_parts * parts(heads, s.attention.heads_per_item);
   if (on_threads(frame, self_attention_item, &s, sizeof s, items, threads))
     return out_of_memory(frame, "self_attention");
@@ -251,9 +264,10 @@ XLA_FFI_Error* jaxembed_mlp(XLA_FFI_CallFrame* frame) {
   m.down.adapters = adapters_of(&bound, "down_adapter_down", "down_adapter_up",
                                 "down_adapter_owners", DOWN_NARROW);
   const int64_t threads = threads_for(frame, (double)m.rows * dim * inner);
-  m.block = MLP_BLOCK;
-  while (m.block > PANEL && parts(m.rows, m.block) < threads) m.block /= 2;
-  const int64_t blocks = parts(m.rows, m.block);
+  int64_t block = MLP_BLOCK;
+  while (block > PANEL && parts(m.rows, block) < threads) block /= 2;
+  m.blocks = even_blocks(m.rows, block, threads);
+  const int64_t blocks = m.blocks.count;
   const int failed = blocks < threads
                          ? mlp_in_phases(frame, &m, threads)
                          : on_threads(frame, mlp_item, &m, sizeof m, blocks, threads);

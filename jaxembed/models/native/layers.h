@@ -11,15 +11,17 @@
 // at a time, whose intermediate results stay in the second-level cache.
 typedef struct {
   Linear out, up, down;
-  int64_t rows, block;
+  int64_t rows;
+  Blocks blocks;
 } Mlp;
 
 // A work item of the MLP: one block of rows. See Work for the rest.
 static int mlp_item(const void* arguments, int64_t item, int64_t before) {
   (void)before;
   const Mlp* m = arguments;
-  const int64_t first = item * m->block, size = min64(m->block, m->rows - first);
-  const int64_t dim = m->out.n, width = m->up.n, block = m->block;
+  const int64_t first = first_of_block(m->blocks, m->rows, item);
+  const int64_t size = first_of_block(m->blocks, m->rows, item + 1) - first;
+  const int64_t dim = m->out.n, width = m->up.n, block = m->blocks.most;
   const int is_quantized = m->down.quantized.values != NULL;
   const int64_t of_inner = is_quantized ? block * width : 0;  // elements that are quantized
   const size_t outer = laid_bytes(&m->out, block) > laid_bytes(&m->up, block)

@@ -14,6 +14,24 @@ enum { CHUNK = 768 / sizeof(element) };  // features of a panel that stay in the
 // the columns, and the first half, activated, is multiplied with the second half.
 enum { PLAIN, NORM, GELU, GATED_GELU, GATED_SILU, GATED_GELU_TANH, MODES };
 
+// Blocks of nearly equal numbers of rows.
+typedef struct {
+  int64_t count, most;  // how many, and the most rows of one, rounded up to whole panels
+} Blocks;
+
+// Divide rows into blocks of about `size`. If there are more blocks than threads, each thread gets
+// as many as the others, of up to 1.5 times this size.
+static Blocks even_blocks(int64_t rows, int64_t size, int64_t threads) {
+  int64_t count = parts(rows, size);
+  if (count > threads) count = (rows + size * threads / 2) / (size * threads) * threads;
+  return (Blocks){count, parts(parts(parts(rows, GROUP), count) * GROUP, PANEL) * PANEL};
+}
+
+// The first row of a block, which is that after the last one of the block before.
+static int64_t first_of_block(Blocks blocks, int64_t rows, int64_t block) {
+  return min64(rows, parts(rows, GROUP) * block / blocks.count * GROUP);
+}
+
 typedef struct {
   const void* x;  // [rows, k]
   const element* kernel;  // the weight, in panels, unless it is quantized
@@ -23,7 +41,7 @@ typedef struct {
   void* y;             // [rows, n], starting at column `y_column`
   int64_t rows, k, n;  // n: columns of y
   int64_t y_stride, y_column;
-  int64_t block;         // rows of an item, a multiple of 32
+  Blocks blocks;         // of rows
   int64_t columns;       // columns of an item, a multiple of 32
   int64_t column_parts;  // number of items that share a block
   int x_is_float, y_is_float, y_in_tiles, mode;
@@ -254,14 +272,15 @@ static void multiply(const Linear* l, const Laid* laid, Rows rows, int64_t start
 static int linear_item(const void* arguments, int64_t item, int64_t before) {
   const Linear* l = arguments;
   const int64_t block = item / l->column_parts, part = item % l->column_parts;
-  const int64_t first = block * l->block, last = min64(first + l->block, l->rows);
+  const int64_t first = first_of_block(l->blocks, l->rows, block), most = l->blocks.most;
+  const int64_t last = first_of_block(l->blocks, l->rows, block + 1);
   const int64_t start = part * l->columns, end = min64(start + l->columns, l->n);
   Laid laid;
-  float* sums = scratch(sums_of(l, l->block) * sizeof(float) + laid_bytes(l, l->block) +
-                        bytes_of_rows(l->block));
+  float* sums =
+      scratch(sums_of(l, most) * sizeof(float) + laid_bytes(l, most) + bytes_of_rows(most));
   if (!sums) return -1;
-  char* memory = (char*)(sums + sums_of(l, l->block));
-  const Rows rows = live_rows(l, first, last, (int32_t*)(memory + laid_bytes(l, l->block)));
+  char* memory = (char*)(sums + sums_of(l, most));
+  const Rows rows = live_rows(l, first, last, (int32_t*)(memory + laid_bytes(l, most)));
   divide(l, rows.count, memory, &laid);
   clear_padding(l, first, last, start, end);
   const int is_laid_out = before >= 0 && before / l->column_parts == block;
@@ -281,8 +300,9 @@ enum {
 // Divide a linear layer into items for some threads, and return their number. A block stays in the
 // second-level cache. With few blocks, threads share the columns of each.
 static int64_t divide_into_items(Linear* l, int64_t threads, atomic_int unfinished[MOST_SHARED]) {
-  l->block = max64(PANEL, min64(128, BLOCK_BYTES / (int64_t)sizeof(element) / l->k / PANEL * PANEL));
-  const int64_t blocks = parts(l->rows, l->block);
+  const int64_t in_cache = BLOCK_BYTES / (int64_t)sizeof(element) / l->k / PANEL * PANEL;
+  l->blocks = even_blocks(l->rows, max64(PANEL, min64(128, in_cache)), threads);
+  const int64_t blocks = l->blocks.count;
   l->columns = l->n;
   if (blocks < threads && blocks <= MOST_SHARED)
     l->columns = parts(parts(l->n, PANEL), parts(2 * threads, blocks)) * PANEL;
