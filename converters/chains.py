@@ -19,7 +19,7 @@ from converters.family import (
     family_of_type,
 )
 from converters.features import late_interaction, scores, static, terms
-from converters.features.adapters import with_adapters
+from converters.features.adapters import CONFIG, with_adapters
 from converters.features.chat import check_image_tokens, with_chat
 from converters.features.m3 import with_token_heads
 from converters.fields import (
@@ -163,10 +163,15 @@ def _tower_outline(source: Path, options: Options, route: str) -> Outline:
         backbone, lowercase=layout.lowercase, vocab_size=config["vocab_size"]
     )
     if use == EMBEDDER:
-        layout = with_token_heads(
-            source, layout, hf, config["hidden_size"], family.sparse_classes, text
-        )
+        layout = with_token_heads(source, layout, hf, config["hidden_size"], family, text)
     spec = msgspec.structs.replace(spec, heads=layout.heads, max_input_tokens=limit)
+    if family.prompts is not None:
+        prompts, default = family.prompts
+        spec = msgspec.structs.replace(
+            spec,
+            prompts={**prompts, **spec.prompts},
+            default_prompt_name=spec.default_prompt_name or default,
+        )
     if use == EMBEDDER and family.chat is not None:
         framed = FramedTokenizer(backbone, config["vocab_size"])
         spec, text = with_chat(spec, framed, backbone, *family.chat)
@@ -213,7 +218,9 @@ def _tensors(
 
 def _task_folders(folder: Path, family: Family, hf: dict[str, Any]) -> dict[str, Path]:
     """Return the folders of the adapters that belong to the model in `folder`, by their names."""
-    return adapter_folders({name: folder / ADAPTERS / name for name in family.tasks(hf)})
+    inside = folder / ADAPTERS
+    in_one = (inside / CONFIG).is_file()  # all adapters are in one file
+    return adapter_folders({name: inside if in_one else inside / name for name in family.tasks(hf)})
 
 
 def _family(backbone: Path) -> tuple[Family, dict[str, Any]]:
@@ -337,7 +344,7 @@ def _folders_read(source: Path) -> list[str]:
         if hf.get("model_type") in list(CONVERTERS):  # a list: model_type may be unhashable
             tasks = _task_folders(source / inside, family_of(hf), hf)
             folders += [str(folder.relative_to(source)) for folder in tasks.values()]
-    return folders
+    return list(dict.fromkeys(folders))
 
 
 READER = Reader(lambda source: True, _outlines, folders_read=_folders_read)

@@ -90,6 +90,9 @@ class Family(TensorRules):
     listwise: Mapping[str, Listwise] = field(default_factory=dict)
     masked_lm: Callable[[Fields], SparseHead] | None = None  # hf -> the head of term weights
     sparse_classes: tuple[str, ...] = ()  # those of `classes` with a head of term weights
+    # hf -> a linear layer that makes a vector of each token beside the pooled one, and the name of
+    # its tensors without ".weight"
+    token_vectors: Callable[[Fields], Projection | None] = lambda hf: None
     # a model's own code that the backbone reproduces, by its key in auto_map
     own_code: Mapping[str, Sequence[str]] = field(default_factory=dict)
     # for a family in VARIANTS: whether hf, with another family's model_type, is of this family
@@ -105,6 +108,8 @@ class Family(TensorRules):
     tasks: Callable[[Fields], Sequence[str]] = lambda hf: ()
     # hf, the backbone's width -> a linear layer of the model's own code behind its last norm
     projection: Callable[[Fields, int], Projection | None] = lambda hf, width: None
+    # prompts by name, and the name of the default one, of a model whose code has them
+    prompts: tuple[Mapping[str, str], str] | None = None
     # for embedders that put texts into their chat template: the system message of a text without a
     # prompt, and the text that stands for an empty one
     chat: tuple[str, str] | None = None
@@ -139,6 +144,7 @@ CONVERTERS: dict[str, str] = {
     "new": "converters.families.gte",
     "nomic_bert": "converters.families.nomic_bert",
     "qwen2": "converters.families.qwen2",
+    "qwen2_5_vl": "converters.families.jina_v4",
     "qwen2_vl": "converters.families.qwen2_vl",
     "qwen3": "converters.families.qwen3",
     "qwen3_vl": "converters.families.qwen3_vl",

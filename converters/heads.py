@@ -87,6 +87,11 @@ OWN_MODULES: dict[tuple[str, str], dict[str, dict[str, Any] | None]] = {
         "custom_st.Transformer",
         "jinaai/xlm-roberta-flash-implementation--modeling_lora.XLMRobertaLoRA",
     ): {"transformer": None},
+    ("custom_st.Transformer", "modeling_jina_embeddings_v4.JinaEmbeddingsV4Model"): {
+        "transformer": None,
+        "pooling": {"pooling_mode": "mean"},
+        "normalize": {},
+    },
     ("custom_st.Transformer", "modeling_jina_embeddings_v5.JinaEmbeddingsV5Model"): {
         "transformer": None,
         "pooling": {"pooling_mode": "lasttoken"},

@@ -1,12 +1,21 @@
-"""Configs of tiny ColQwen2, ColQwen2.5 and BiQwen models, and a tokenizer with Qwen's special
-tokens."""
+"""Tiny ColQwen2, ColQwen2.5 and BiQwen models and jina-embeddings-v4, and a tokenizer with Qwen's
+special tokens."""
 
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sources import Tensors, decoder_shapes, sized, with_biases, write_json, write_weights
+from safetensors.numpy import load_file, save_file
+from sources import (
+    Tensors,
+    decoder_shapes,
+    sized,
+    with_biases,
+    write_json,
+    write_modules,
+    write_weights,
+)
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 KINDS = ("qwen2_vl", "qwen2_5_vl")
@@ -121,4 +130,45 @@ def write_biqwen(folder: Path, kind: str = "qwen2_5_vl", name: str = "BiQwen2_5"
     tensors = colqwen_tensors(kind).items()
     own = {k.removeprefix("vlm."): x for k, x in tensors if k.startswith("vlm.")}
     write_weights(folder, own)
+    return folder
+
+
+JINA_TASKS = ("retrieval", "text-matching", "code")
+PROJECTOR = "multi_vector_projector"
+
+
+def write_jina_v4(folder: Path, **config: Any) -> Path:
+    """jina-embeddings-v4 as published: the adapters of all tasks in one file. `config` changes the
+    model's config."""
+    write_biqwen(folder, name="JinaEmbeddingsV4Model")
+    own = vlm_config("qwen2_5_vl") | {
+        "architectures": ["JinaEmbeddingsV4Model"],
+        "auto_map": {"AutoModel": "modeling_jina_embeddings_v4.JinaEmbeddingsV4Model"},
+        "task_names": list(JINA_TASKS),
+        "single_vector_pool_strategy": "mean",
+        "multi_vector_projector_dim": SPACE,
+        "vision_start_token_id": IMAGE_ID - 2,
+        "vision_end_token_id": IMAGE_ID - 1,
+    }
+    write_json(folder / "config.json", own | config)
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 256})
+    write_modules(folder, ("custom_st.Transformer", ""))
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {k.replace("embedding_proj_layer", PROJECTOR): x for k, x in tensors.items()}
+    projector = {
+        f"{PROJECTOR}.{part}": x.astype(np.float32)
+        for part, x in (("weight", np.eye(SPACE, WIDTH)), ("bias", np.zeros(SPACE)))
+    }
+    write_weights(folder, tensors | projector)
+    draw, adapters = np.random.default_rng(1), {}
+    for task in JINA_TASKS:
+        for layer in ("model.language_model.layers.1.self_attn.q_proj", PROJECTOR):
+            outputs = SPACE if layer == PROJECTOR else WIDTH
+            for part, shape in (("A", (2, WIDTH)), ("B", (outputs, 2))):
+                factor = draw.standard_normal(shape).astype(np.float32) * np.float32(0.3)
+                adapters[f"base_model.model.{layer}.lora_{part}.{task}.weight"] = factor
+    (folder / "adapters").mkdir()
+    lora = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "bias": "none"}
+    write_json(folder / "adapters" / "adapter_config.json", lora)
+    save_file(adapters, folder / "adapters" / "adapter_model.safetensors")
     return folder

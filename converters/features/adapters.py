@@ -245,7 +245,7 @@ def _read_adapter(
     config = read_config(name, folder, merging=merging)
     stems: dict[str, dict[str, Tensor]] = {}  # by weight: its factors, by "down" or "up"
     copies: dict[str, Tensor] = {}
-    for original, tensor in safetensors_of(folder / WEIGHTS).items():
+    for original, tensor in _of_adapter(name, safetensors_of(folder / WEIGHTS)).items():
         weight, part = _split(original)
         if part == "copy":
             copies[weight] = tensor
@@ -278,6 +278,15 @@ def _read_adapter(
     return AdapterSource(
         name, {key: by_tensor[down.name] for key, down in renamed.items()}, renamed_as_rules(copies)
     )
+
+
+def _of_adapter(name: str, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the tensors of the adapter called `name`, by the names that they have alone in a file,
+    of a file with several adapters, whose tensors' names contain those of the adapters. The tensors
+    of another file are all of the same adapter."""
+    ending = re.compile(rf"(\.lora_[AB])\.{re.escape(name)}(?=\.weight$)")
+    own = {ending.sub(r"\1", key): key for key in tensors if ending.search(key)}
+    return {key: tensors[original] for key, original in own.items()} or tensors
 
 
 def _layer_ranks(source: AdapterSource, base: TensorRules, shapes: Mapping[str, Shape]) -> Adapter:
@@ -503,12 +512,13 @@ def _layer(rule: Rule) -> str:
 
 
 def _is_adaptable(rule: Rule) -> bool:
-    """Whether the rule makes a backbone weight that can have an adapter: either each output of a
-    source is one column of the weight, or it is an embedding table without a transform."""
+    """Whether the rule makes a weight, of the backbone or of the head of tokens' vectors, that can
+    have an adapter: either each output of a source is one column of the weight, or it is an
+    embedding table without a transform."""
     layer, _, kind = rule.target.rpartition(".")
     by_column = kind == "kernel" and rule.transform.by_column
     is_table = kind == "embedding" and rule.transform is identity
-    return layer.startswith("tower.") and (by_column or is_table)
+    return layer.startswith(("tower.", "heads.multi_vector.")) and (by_column or is_table)
 
 
 def _is_ignored(name: str, patterns: Sequence[str]) -> bool:

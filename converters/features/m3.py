@@ -1,17 +1,18 @@
-"""Adds token heads to an embedder: the two of BGE-M3, and the sparse one of gte-multilingual.
+"""Adds token heads to an embedder: the two of BGE-M3, the sparse one of gte-multilingual, and
+jina-embeddings-v4's of vectors.
 
 BGE-M3 keeps the weights of its two heads in two files, which no config names. As in FlagEmbedding,
 they are read if both are there. If one is missing, the copy of the model is incomplete, which is an
 error. Chen et al. 2024, arXiv:2402.03216.
 """
 
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from converters.family import Family
 from converters.heads import Layout, parameter_of
 from converters.tokenizers.tokenizer import special_token
 from converters.weights import Rule, transpose
@@ -31,20 +32,22 @@ def with_token_heads(
     layout: Layout,
     hf: dict[str, Any],
     width: int,
-    sparse: Collection[str],
+    family: Family,
     tokenizer: bytes,
 ) -> Layout:
-    """Return the layout of an embedder with the token heads that its files hold.
+    """Return the layout of an embedder with the token heads that its family and its files give it.
 
-    `width` is the width of hidden states. `sparse` are the family's classes whose token classifier
-    is a head of term weights. `tokenizer` is the content of tokenizer.json. Raises UnsupportedModel
-    if only one of BGE-M3's two files is there.
+    `width` is the width of hidden states. `tokenizer` is the content of tokenizer.json. Raises
+    UnsupportedModel if only one of BGE-M3's two files is there.
     """
     if "dense" not in layout.heads:
         return layout
     weight = DenseLayer(in_features=width, out_features=1, activation="relu")
-    if set(hf.get("architectures") or ()) & set(sparse):
+    if set(hf.get("architectures") or ()) & set(family.sparse_classes):
         return _with_weights(layout, weight, "classifier.", source / layout.backbone, tokenizer)
+    if (projection := family.token_vectors(hf)) is not None:
+        layer, name = projection
+        return _with_vectors(layout, layer, f"{name}.")
     missing = [name for name in FILES if not (source / name).is_file()]
     if len(missing) == len(FILES):
         return layout
@@ -56,12 +59,20 @@ def with_token_heads(
         )
     vectors = DenseLayer(in_features=width, out_features=width, activation="identity")
     layout = _with_weights(layout, weight, f"{SPARSE_FILE}/", source / layout.backbone, tokenizer)
-    head = PerToken((vectors, NormalizeLayer()), drops_first=True)  # no vector of <s>
+    layout = _with_vectors(layout, vectors, f"{VECTORS_FILE}/", drops_first=True)  # not of <s>
+    return replace(layout, files=FILES)
+
+
+def _with_vectors(
+    layout: Layout, layer: DenseLayer, tensors: str, *, drops_first: bool = False
+) -> Layout:
+    """Add a head of vectors of tokens, of all or of those after the first: the linear `layer`,
+    whose tensors have the prefix `tensors`, and then their length becomes one."""
+    head = PerToken((layer, NormalizeLayer()), drops_first=drops_first)
     return replace(
         layout,
         heads={**layout.heads, "multi_vector": head},
-        rules=(*layout.rules, *_rules("multi_vector", f"{VECTORS_FILE}/")),
-        files=FILES,
+        rules=(*layout.rules, *_rules("multi_vector", tensors)),
     )
 
 

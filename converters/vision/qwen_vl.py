@@ -25,7 +25,7 @@ TOKEN_IDS = {
 }
 # By model_type, the minimum and maximum tokens of an image in the authors' code: m0's modeling.py
 # and qwen3_vl_embedding.py. They take the place of the limits in preprocessor_config.json. A lower
-# maximum in this file is used.
+# maximum in this file is used. Of other models the limits are only in this file.
 TOKENS = {QWEN2_VL: (4, 768), QWEN3_VL: (4, 1800)}
 
 
@@ -38,8 +38,10 @@ def images(hf: dict[str, Any], folder: Path) -> Images:
     vision = SHARED_DEFAULTS | VISION_DEFAULTS[kind] | stated
     encoder, rules = encoder_and_rules(folder, vision, kind, hf["hidden_size"])
     assert rules.area is not None
-    bounds = zip(rules.area, TOKENS[kind], strict=True)
-    low, high = (min(pixels, tokens * rules.token_side**2) for pixels, tokens in bounds)
+    low, high = rules.area
+    if kind in TOKENS:
+        bounds = zip(rules.area, TOKENS[kind], strict=True)
+        low, high = (min(pixels, tokens * rules.token_side**2) for pixels, tokens in bounds)
     image_id, start_id, end_id = (hf.get(key, number) for key, number in TOKEN_IDS.items())
     rules = msgspec.structs.replace(
         rules,

@@ -10,6 +10,9 @@ from jaxembed.data.outputs import REPRESENTATIONS, OutputName
 # The `max_input_tokens` of a model that never truncates. No accepted text has more tokens.
 NO_LIMIT = 2**19
 
+# The names of prompts for documents that sentence-transformers looks for, in this order.
+DOCUMENT_PROMPTS = ("document", "passage", "corpus")
+
 STATIC = "static"  # the architecture of a model that is a table of token vectors
 
 # The format of the checkpoints that this version writes; docs/versions.md says when it changes.
@@ -323,8 +326,10 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     `mean` and `std` of its colour.
 
     Each block of `merge` by `merge` patches is a token with the id `token_id`. `before` and `after`
-    are the ids of the tokens around an image's patches. A token's place in its image is given by
-    `place_numbers` numbers; 0 for models that need only the token's position in the sequence.
+    are the ids of the tokens around an image's patches. With `pools_image` the vector of an image
+    is pooled from its tokens, the one before them and the one after them, otherwise from all tokens
+    of the input. A token's place in its image is given by `place_numbers` numbers; 0 for models
+    that need only the token's position in the sequence.
     """
 
     patch: int
@@ -340,6 +345,7 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     token_id: int = 0
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
+    pools_image: bool = False
     place_numbers: int = 0
     merge: int = 1
     tiles: Tiles | None = None
@@ -474,8 +480,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def reads_pages(self) -> bool:
         """Whether documents are images and texts are queries. A model of both alike puts them into
-        a template, or has a route of its own for images."""
-        return self.image is not None and self.takes_texts and not self.takes_parts
+        a template, has a prompt for documents, or has a route of its own for images."""
+        has_documents = self.takes_parts or any(name in self.prompts for name in DOCUMENT_PROMPTS)
+        return self.image is not None and self.takes_texts and not has_documents
 
     @cached_property
     def dense(self) -> Pooled | AttentionPooling:

@@ -249,8 +249,8 @@ class RowAllocator:
 def pack(batch: Batch, count: int = PackedTokens.PLANES) -> np.ndarray:
     """Pack a batch into one int32 array `[count, rows, length]`, the planes of PackedTokens.
 
-    `count` is the number of planes. Planes after the first PackedTokens.PLANES planes hold the
-    adapter of each token, or pixels.
+    `count` is the number of planes. Planes after the first PackedTokens.PLANES planes hold pixels,
+    and then the adapter of each token.
     """
     bucket, sequences = batch.bucket, batch.sequences
     planes = np.zeros((count, bucket.tokens), np.int32)
@@ -276,9 +276,10 @@ def pack(batch: Batch, count: int = PackedTokens.PLANES) -> np.ndarray:
             end = offset + sequence.length
             segments[end - sequence.augmentation_tokens : end] *= -1
         if sequence.pixels is not None:
-            extra[:, offset : offset + sequence.length] = sequence.pixels.T
+            pixels = sequence.pixels.T
+            extra[: len(pixels), offset : offset + sequence.length] = pixels
     if any(sequence.adapter for sequence in sequences):
-        extra[:, target] = np.repeat([sequence.adapter for sequence in sequences], lengths)
+        extra[-1, target] = np.repeat([sequence.adapter for sequence in sequences], lengths)
     slot_rows, slots, slot_starts = batch.slot_places
     slot_target = slot_rows * bucket.length + slots
     if all(sequence.spans is None for sequence in sequences):

@@ -40,9 +40,9 @@ class Model(nnx.Module):
     def __init__(self, spec: ModelSpec):
         # checkpoints store the parameters as `tower.…`
         self.tower = tower_class(spec.architecture)(tower_config(spec))
-        adapters.attach(self.tower, spec.adapters)
         self.image = spec.image
         self.heads = nnx.Dict({name: HEADS[type(head)](head) for name, head in spec.heads.items()})
+        adapters.attach(self, spec.adapters)
 
     def __call__(
         self, tokens: PackedTokens, outputs: Collection[OutputName]
@@ -53,15 +53,16 @@ class Model(nnx.Module):
             tokens = replace(tokens, pixels=normalized_pixels(tokens.pixels, self.image))
         # a tower of images may have more patches than tokens
         segments = tokens.segments if self.image is None else None
-        with adapters.chosen(tokens.adapters), native.skipping_padding(segments):
-            hidden = self.tower(tokens)
-        # Use the order of OUTPUTS: the order of a set differs by process, which would change the
-        # compiled program.
-        return {
-            name: hidden if name == "tokens" else self.heads[name](hidden, tokens)
-            for name in OUTPUTS
-            if name in outputs
-        }
+        with adapters.chosen(tokens.adapters):
+            with native.skipping_padding(segments):
+                hidden = self.tower(tokens)
+            # Use the order of OUTPUTS: the order of a set differs by process, which would change
+            # the compiled program.
+            return {
+                name: hidden if name == "tokens" else self.heads[name](hidden, tokens)
+                for name in OUTPUTS
+                if name in outputs
+            }
 
 
 def normalized_pixels(

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) beside the layers of a backbone. Each token may use another adapter.
+"""Low-rank adapters (LoRA) beside the layers of a model. Each token may use another adapter.
 
 Hu et al. 2021, arXiv:2106.09685. All adapters of a layer are computed together: their matrices are
 concatenated, and for each token the columns of other adapters are set to zero. Adapters are
@@ -86,17 +86,17 @@ def column_owners(ranks: Sequence[int]) -> tuple[int, ...]:
     return (*columns, *[-1] * (-len(columns) % native.PANEL))
 
 
-def attach(backbone: nnx.Module, adapters: Sequence[Adapter]) -> None:
+def attach(model: nnx.Module, adapters: Sequence[Adapter]) -> None:
     """Set the attribute `adapter` of each layer that at least one of the adapters changes.
 
-    `Adapter.ranks` names the layers that an adapter changes. Raises CheckpointError if the backbone
+    `Adapter.ranks` names the layers that an adapter changes. Raises CheckpointError if the model
     has no layer of such a name, and ConfigError if several devices hold the model together.
     """
     if adapters:
         refuse("a model with adapters")
     for name in dict.fromkeys(name for adapter in adapters for name in adapter.ranks):
-        layer: Any = backbone
-        for part in name.split(".")[1:]:  # skips `tower` in, for example, `tower.layers.0.mlp.up`
+        layer: Any = model
+        for part in name.split("."):  # for example `tower.layers.0.mlp.up`
             layer = layer[int(part)] if part.isdigit() else getattr(layer, part, None)
         if not isinstance(layer, Linear | Embedding):
             raise CheckpointError(f"an adapter changes the layer {name}, which the model lacks")

@@ -62,9 +62,9 @@ class PackedTokens:
         plane holds the first index of each of the row's `slots` slots, then the end of each slot.
         With an `expansion` the segments of augmentation tokens are negative; if the expansion is
         not attended, these tokens are hidden as keys. With an `image` the next
-        `image.place_numbers` planes are the places, and the remaining planes hold the bytes of the
+        `image.place_numbers` planes are the places, and the planes after them hold the bytes of the
         patches, WORD_BYTES in each number, in the host's byte order. In a model with adapters the
-        sixth plane holds the number of each token's adapter.
+        last plane holds the number of each token's adapter.
         """
         ids, positions, segments, types, slot_bounds = (planes[i] for i in range(cls.PLANES))
         key_segments = None
@@ -73,12 +73,13 @@ class PackedTokens:
                 key_segments = jnp.where(segments < 0, -jnp.ones_like(segments), segments)
             segments = abs(segments)  # so hidden keys, in segment -1, match no query
         bounds = jnp.stack([slot_bounds[:, :slots], slot_bounds[:, slots : 2 * slots]], axis=2)
+        last, places, pixels = cls.PLANES, None, None
         if image is not None:
-            place_planes, patch_planes = jnp.split(planes[cls.PLANES :], [image.place_numbers])
-            places = place_planes.transpose(1, 2, 0) if image.place_numbers else None
-            patch_bytes = lax.bitcast_convert_type(patch_planes.transpose(1, 2, 0), jnp.uint8)
-            pixels = patch_bytes.reshape(*patch_bytes.shape[:2], -1)
-            # None: a model of images has no adapters
-            return cls(ids, positions, segments, types, bounds, None, key_segments, pixels, places)
-        adapters = planes[cls.PLANES] if len(planes) > cls.PLANES else None
-        return cls(ids, positions, segments, types, bounds, adapters, key_segments)
+            first = cls.PLANES + image.place_numbers
+            last = first + image.token_bytes // WORD_BYTES
+            if image.place_numbers:
+                places = planes[cls.PLANES : first].transpose(1, 2, 0)
+            patches = lax.bitcast_convert_type(planes[first:last].transpose(1, 2, 0), jnp.uint8)
+            pixels = patches.reshape(*patches.shape[:2], -1)
+        adapters = planes[last] if len(planes) > last else None
+        return cls(ids, positions, segments, types, bounds, adapters, key_segments, pixels, places)

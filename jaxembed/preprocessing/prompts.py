@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
 from jaxembed.config import TextConfig
-from jaxembed.data.spec import ModelSpec
+from jaxembed.data.spec import DOCUMENT_PROMPTS, ModelSpec
 from jaxembed.errors import ConfigError, InvalidInput, UnknownPrompt, UnknownPurpose
 
 Role = Literal["query", "document", "classification", "clustering", "text-matching", "separation"]
@@ -36,7 +36,7 @@ INSTRUCTED = (
 # The names of prompts that sentence-transformers looks for, in this order.
 PROMPTS: dict[Role, tuple[str, ...]] = {
     "query": ("query",),
-    "document": ("document", "passage", "corpus"),
+    "document": DOCUMENT_PROMPTS,
 }
 
 

@@ -224,8 +224,9 @@ class Tasks:
                 words: options.prompt,
                 **{n: getattr(options, n) for n in ("prompt_name", "route")},
             }
+            of_role = self._prompts_beside_images(options.role)
             for name, value in given.items() if self._spec.chat is None else ():
-                if value:
+                if value and value not in of_role:
                     raise InvalidInput(
                         f"`{name}` is for texts, and the request has images; leave it out, and "
                         "any `input_type` or `task` that sets it",
@@ -268,6 +269,15 @@ class Tasks:
             requested.dtype,
             types,
         )
+
+    def _prompts_beside_images(self, role: Role | None) -> tuple[str, ...]:
+        """Return the name and the text of the prompt that a role chooses for the texts beside
+        images, if the model takes both in any role. No other prompt is taken beside images."""
+        spec = self._spec
+        name = None if role is None else prompt_of_role(role, spec.prompts)
+        if name is None or spec.image is None or spec.reads_pages:
+            return ()
+        return name, spec.prompts[name]
 
     def _with_words(self, requested: RequestedOptions) -> tuple[EncodeOptions, str, bool]:
         """Return the options with the prompt that their instruction gives; the name of the field

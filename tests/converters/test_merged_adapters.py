@@ -167,7 +167,7 @@ def test_the_processor_of_an_adapter_names_the_class_of_a_plain_base(file, tmp_p
     named = {"base_model_name_or_path": str(base)}
     adapter = write_adapter(tmp_path / "adapter", shapes, **named)
     source = ModelSource(str(adapter), cache_dir=tmp_path / "cache")
-    with pytest.raises(UnsupportedModel, match="'qwen2_5_vl'"):
+    with pytest.raises(UnsupportedModel, match="'Qwen2_5_VLForConditionalGeneration'"):
         hub.describe_model(source)
     images = colqwen_sources.IMAGES | {"max_pixels": 784 * 20}
     write_json(adapter / "preprocessor_config.json", images)

@@ -212,7 +212,10 @@ class ImageProcessor:
             pixels[:, :place_numbers] = image_positions(image.height, image.width, self._rules)
         is_patch = ids == self._rules.token_id
         pixels[is_patch, place_numbers:] = np.ascontiguousarray(patches).view(WORD)
-        return Encoding(ids, pixels=pixels)
+        spans = None
+        if self._rules.pools_image:
+            spans = ((len(self._rules.before) - 1, len(ids) - len(self._rules.after) + 1),)
+        return Encoding(ids, spans=spans, pixels=pixels)
 
 
 def _only_image(parts: list[str | Encoding]) -> tuple[Encoding, bool]:
