@@ -111,8 +111,8 @@ class Family(TensorRules):
     # prompts by name, and the name of the default one, of a model whose code has them
     prompts: tuple[Mapping[str, str], str] | None = None
     # for embedders that put texts into their chat template: the system message of a text without a
-    # prompt, and the text that stands for an empty one
-    chat: tuple[str, str] | None = None
+    # prompt, and the text that stands for an empty one; and the template if the model's code has it
+    chat: tuple[str, str] | tuple[str, str, str] | None = None
     # for models of images beside texts: a module with the function `images`, hf and the model's
     # folder -> Images; and a pattern of the image encoder's tensors, which other uses ignore
     images: tuple[str, str] | None = None
@@ -154,7 +154,11 @@ CONVERTERS: dict[str, str] = {
 }
 
 # Families whose configs have the model_type of another family, by this model_type.
-VARIANTS = {"bert": "converters.families.jina_bert", "xlm-roberta": "converters.families.jina"}
+VARIANTS = {
+    "bert": "converters.families.jina_bert",
+    "qwen2_vl": "converters.families.gme",
+    "xlm-roberta": "converters.families.jina",
+}
 
 
 def family_of_type(kind: str) -> Family:

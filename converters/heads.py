@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from converters.fields import (
-    CONFIG_FIELDS,
     FIELDS_BY_FILE,
     MODULE_FIELDS,
     FieldType,
@@ -87,17 +86,13 @@ OWN_MODULES: dict[tuple[str, str], dict[str, dict[str, Any] | None]] = {
         "custom_st.Transformer",
         "jinaai/xlm-roberta-flash-implementation--modeling_lora.XLMRobertaLoRA",
     ): {"transformer": None},
-    ("custom_st.Transformer", "modeling_jina_embeddings_v4.JinaEmbeddingsV4Model"): {
-        "transformer": None,
-        "pooling": {"pooling_mode": "mean"},
-        "normalize": {},
-    },
-    ("custom_st.Transformer", "modeling_jina_embeddings_v5.JinaEmbeddingsV5Model"): {
-        "transformer": None,
-        "pooling": {"pooling_mode": "lasttoken"},
-        "normalize": {},
-    },
     ("st_quantize.FlexibleQuantizer", "modeling.PPLXQwen3Model"): {"tanh": {}},
+}
+# The pooling in a model's own code, which also normalises, whatever modules.json says.
+OWN_POOLINGS: dict[str, Pooling] = {
+    "modeling_gme_qwen2vl.GmeQwen2VL": "lasttoken",
+    "modeling_jina_embeddings_v4.JinaEmbeddingsV4Model": "mean",
+    "modeling_jina_embeddings_v5.JinaEmbeddingsV5Model": "lasttoken",
 }
 # Flags of pooling modes, in the order in which sentence-transformers concatenates their vectors.
 POOLING_FLAGS: dict[str, Pooling] = {
@@ -479,8 +474,12 @@ def routes_of(source: Path) -> list[str]:
 
 
 def modules_of(source: Path, route: str = "") -> list[ModuleEntry] | None:
-    """Return the modules of a model, or of one route, in order; None without modules.json. Raises
-    UnsupportedModel for an unknown kind, and for a chain that is not supported."""
+    """Return the modules of a model, or of one route, in order; None if neither modules.json nor
+    OWN_POOLINGS has any. Raises UnsupportedModel for an unknown kind, and for a chain that is not
+    supported."""
+    if (pooling := OWN_POOLINGS.get(_own_code(source))) is not None:
+        settings = {"transformer": None, "pooling": {"pooling_mode": pooling}, "normalize": {}}
+        return [ModuleEntry(kind, "", config) for kind, config in settings.items()]
     path, listed = source / "modules.json", listed_modules(source)
     router = router_of(source) if route else None
     if router is not None:
@@ -519,12 +518,8 @@ def _modules(path: Path, type_name: str, folder: str) -> list[ModuleEntry]:
     """Return the entries for a type and a folder in modules.json, whose path is `path`: one, or of
     a model's own class perhaps several. Raises UnsupportedModel for an unknown type, and
     CheckpointError for a folder outside the model."""
-    if any(type_name == own_type for own_type, _ in OWN_MODULES):
-        hf = read_optional_json(path.parent / "config.json", CONFIG_FIELDS)
-        code = (hf.get("auto_map") or {}).get("AutoModel")
-        own = OWN_MODULES.get((type_name, str(code)), {})
-        if own:
-            return [ModuleEntry(kind, folder, settings) for kind, settings in own.items()]
+    if own := OWN_MODULES.get((type_name, _own_code(path.parent))):
+        return [ModuleEntry(kind, folder, settings) for kind, settings in own.items()]
     if type_name not in MODULES:
         known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in MODULES}))
         raise UnsupportedModel(f"{path}: module {type_name!r} is not supported; known: {known}")
@@ -534,6 +529,12 @@ def _modules(path: Path, type_name: str, folder: str) -> list[ModuleEntry]:
         config = transformer_config(path.parent / folder, late=True)
         name = "masked_lm" if config.get("transformer_task") == FILL_MASK else name
     return [ModuleEntry(name, folder)]
+
+
+def _own_code(source: Path) -> str:
+    """Return the class of the model's own code in the folder `source`; "" if it has none."""
+    codes = read_optional_json(source / "config.json").get("auto_map")
+    return str(codes.get("AutoModel", "")) if isinstance(codes, dict) else ""
 
 
 def _check_within(path: Path, folder: str) -> None:

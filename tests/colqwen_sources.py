@@ -1,5 +1,5 @@
-"""Tiny ColQwen2, ColQwen2.5 and BiQwen models and jina-embeddings-v4, and a tokenizer with Qwen's
-special tokens."""
+"""Tiny ColQwen2, ColQwen2.5 and BiQwen models, jina-embeddings-v4 and GME-Qwen2-VL, and a tokenizer
+with Qwen's special tokens."""
 
 from math import prod
 from pathlib import Path
@@ -152,7 +152,7 @@ def write_jina_v4(folder: Path, **config: Any) -> Path:
     }
     write_json(folder / "config.json", own | config)
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": 256})
-    write_modules(folder, ("custom_st.Transformer", ""))
+    write_modules(folder, ("custom_st.Own", ""))  # it is not read
     tensors = load_file(folder / "model.safetensors")
     tensors = {k.replace("embedding_proj_layer", PROJECTOR): x for k, x in tensors.items()}
     projector = {
@@ -171,4 +171,23 @@ def write_jina_v4(folder: Path, **config: Any) -> Path:
     lora = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "bias": "none"}
     write_json(folder / "adapters" / "adapter_config.json", lora)
     save_file(adapters, folder / "adapters" / "adapter_model.safetensors")
+    return folder
+
+
+def write_gme(folder: Path, **config: Any) -> Path:
+    """GME-Qwen2-VL as published. `config` changes the model's config."""
+    write_biqwen(folder, "qwen2_vl", "GmeQwen2VL")
+    own = vlm_config("qwen2_vl") | {
+        "architectures": ["GmeQwen2VL"],
+        "auto_map": {"AutoModel": "modeling_gme_qwen2vl.GmeQwen2VL"},
+        "vision_start_token_id": IMAGE_ID - 2,
+        "vision_end_token_id": IMAGE_ID - 1,
+        "min_image_tokens": 6,
+        "max_image_tokens": 40,
+        "max_length": 256,
+    }
+    write_json(folder / "config.json", own | config)
+    write_modules(folder, ("custom_st.Own", ""))  # it is not read
+    tensors = load_file(folder / "model.safetensors")
+    write_weights(folder, {k: x for k, x in tensors.items() if "embedding_proj" not in k})
     return folder

@@ -1,5 +1,6 @@
 """Tiny directories of CLIP, SigLIP and kin, random weights, and their forward pass in numpy."""
 
+from base64 import b64encode
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -183,6 +184,11 @@ def png(colours: np.ndarray) -> bytes:
     file = BytesIO()
     Image.fromarray(colours).save(file, "PNG")
     return file.getvalue()
+
+
+def data_uri(colours: np.ndarray) -> str:
+    """An image as a data URI."""
+    return f"data:image/png;base64,{b64encode(png(colours)).decode()}"
 
 
 def picture(seed: int, height: int = SIDE, width: int = SIDE) -> np.ndarray:

@@ -46,17 +46,24 @@ def render(source: str, messages: Mapping[str, str], *, generation: bool) -> str
 
 
 def with_chat(
-    spec: ModelSpec, tokenizer: FramedTokenizer, backbone: Path, prompt: str, empty: str
+    spec: ModelSpec,
+    tokenizer: FramedTokenizer,
+    backbone: Path,
+    prompt: str,
+    empty: str,
+    rendered: str | None = None,
 ) -> tuple[ModelSpec, bytes]:
     """Return the spec of an embedder whose texts are put into its chat template, and the
     tokenizer.json that puts the end of the template after each text.
 
     `prompt` is the system message if the files have no default prompt, and `empty` stands for an
-    empty text. Raises UnsupportedModel if the chat template does not have a system message, and
+    empty text. `rendered` is the template with PROMPT and TEXT in it; None: the one in the folder
+    `backbone`. Raises UnsupportedModel if the chat template does not have a system message, and
     then a text.
     """
-    messages = {"system": PROMPT, "user": TEXT}
-    rendered = render(chat_template(backbone) or "", messages, generation=True)
+    if rendered is None:
+        messages = {"system": PROMPT, "user": TEXT}
+        rendered = render(chat_template(backbone) or "", messages, generation=True)
     before, _, after = rendered.partition(TEXT)
     if rendered.count(PROMPT) != 1 or rendered.count(TEXT) != 1 or PROMPT not in before:
         raise UnsupportedModel(

@@ -17,7 +17,7 @@ AFTER_IMAGE = "<|vision_end|>Describe the image.<|im_end|>\n"
 def images(hf: dict[str, Any], folder: Path) -> Images:
     """Return how the model in `folder` takes images. `hf` is its config.json with the fields of its
     text_config. Raises UnsupportedModel and CheckpointError."""
-    found = qwen_vl.images(hf, folder)
+    found = qwen_vl.encoder_of(hf, folder)
     tokenizer = FramedTokenizer(folder, hf["vocab_size"])
     before, after = (tuple(tokenizer.ids(text)) for text in (BEFORE_IMAGE, AFTER_IMAGE))
     rules = msgspec.structs.replace(found.image, before=before, after=after, pools_image=True)

@@ -1,6 +1,7 @@
 """Converts the image encoders of Qwen3-VL-Embedding, Qwen3-VL-Reranker and jina-reranker-m0 (on
 Qwen2-VL), and how their images are prepared."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +26,34 @@ TOKEN_IDS = {
 }
 # By model_type, the minimum and maximum tokens of an image in the authors' code: m0's modeling.py
 # and qwen3_vl_embedding.py. They take the place of the limits in preprocessor_config.json. A lower
-# maximum in this file is used. Of other models the limits are only in this file.
+# maximum in this file is used.
 TOKENS = {QWEN2_VL: (4, 768), QWEN3_VL: (4, 1800)}
 
 
 def images(hf: dict[str, Any], folder: Path) -> Images:
-    """Return how the model in `folder` takes images. `hf` is its config.json with the fields of its
-    text_config. Raises UnsupportedModel and CheckpointError."""
+    """Return how the model in `folder` takes images, with the limits in TOKENS. `hf` is its
+    config.json with the fields of its text_config. Raises UnsupportedModel and CheckpointError."""
+    found = encoder_of(hf, folder)
+    assert found.image.area is not None
+    side, bounds = (
+        found.image.token_side,
+        zip(found.image.area, TOKENS[hf["model_type"]], strict=True),
+    )
+    low, high = (min(pixels, tokens * side**2) for pixels, tokens in bounds)
+    return replace(found, image=msgspec.structs.replace(found.image, area=(low, high)))
+
+
+def encoder_of(hf: dict[str, Any], folder: Path) -> Images:
+    """Return how the model in `folder` takes images, with the limits in preprocessor_config.json.
+    The arguments and errors are those of `images`."""
     kind, stated = hf["model_type"], hf.get("vision_config") or {}
     # transformers 4 writes the model_type of the whole model
     stated = read_part(folder, "vision_config", stated, [f"{kind}_vision", kind])
     vision = SHARED_DEFAULTS | VISION_DEFAULTS[kind] | stated
     encoder, rules = encoder_and_rules(folder, vision, kind, hf["hidden_size"])
-    assert rules.area is not None
-    low, high = rules.area
-    if kind in TOKENS:
-        bounds = zip(rules.area, TOKENS[kind], strict=True)
-        low, high = (min(pixels, tokens * rules.token_side**2) for pixels, tokens in bounds)
     image_id, start_id, end_id = (hf.get(key, number) for key, number in TOKEN_IDS.items())
     rules = msgspec.structs.replace(
         rules,
-        area=(low, high),
         token_id=image_id,
         before=(start_id,),
         after=(end_id,),

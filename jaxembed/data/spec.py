@@ -320,7 +320,8 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     of four fields says to which size. With `size` all images get this height and width, or if there
     are `tiles` all tiles. With `shortest` the shorter side gets this length. The other two nearly
     keep the aspect ratio: with `most_patches` an image is resized to whole patches, at most so
-    many, and with `area` to whole tokens, which have between area[0] and area[1] pixels together.
+    many, and with `area` to whole tokens, which have between area[0] and area[1] pixels together;
+    with `first_area` it is resized to whole tokens between these limits before that.
     After that, if `crop` is given, a rectangle of this height and width is cut from the middle.
     Sizes are in pixels. The device computes (value * rescale - mean) / std for each value, with the
     `mean` and `std` of its colour.
@@ -337,6 +338,7 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     size: tuple[int, int] | None = None
     shortest: int | None = None
     area: tuple[int, int] | None = None
+    first_area: tuple[int, int] | None = None
     crop: tuple[int, int] | None = None
     most_patches: int | None = None
     rescale: float = 1 / 255

@@ -12,7 +12,7 @@ from colqwen_sources import IMAGE_ID, qwen_words, vlm_config
 from dual_sources import png
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from sources import change_json, write_json, write_modules
+from sources import change_json, write_json
 from torch.nn.functional import normalize
 from transformers import ColQwen2Processor, PreTrainedTokenizerFast
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLConfig, Qwen2_5_VLModel
@@ -115,7 +115,6 @@ def _jina(request, tmp_path_factory) -> tuple[dict[str, Reference], Path]:
         single_vector_pool_strategy="mean",
         multi_vector_projector_dim=VECTOR_WIDTH,
     )
-    write_modules(folder, ("custom_st.Transformer", ""))
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": 256})
     return references, folder
 

@@ -2,15 +2,13 @@
 Qwen3-VL-Reranker and jina-reranker-m0 on images. tests/parity/test_qwen3_vl.py and test_jina_m0.py
 compare vectors and scores with transformers'."""
 
-import base64
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from dual_sources import picture
+from dual_sources import data_uri, picture
 from sources import change_json
 from test_families import golden
 from test_field_types import assert_described_or_refused
@@ -33,7 +31,7 @@ from jaxembed.preprocessing.images.prepare import image_positions, max_tokens
 from jaxembed.runtime.options import EncodeOptions, ScoreOptions
 from jaxembed.server.registry.models import Models
 
-Pillow = pytest.importorskip("PIL.Image")
+pytest.importorskip("PIL")
 
 SIDES = [(16, 24), (60, 20), (9, 31), (5, 5), (40, 40), (8, 8)]
 TEXTS = ["the cat", "Is it a dog?", "the sky", "a mat", "red", "blue"]
@@ -47,11 +45,6 @@ def write(folder: Path, **config: Any) -> Path:
 
 def of_image(tokens: int) -> str:
     return f"<|vision_start|>{'<|image_pad|>' * tokens}<|vision_end|>"
-
-
-def data_uri(colours: np.ndarray) -> str:
-    Pillow.fromarray(colours).save(buffer := io.BytesIO(), "png")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 @pytest.fixture(name="embedder", scope="module")

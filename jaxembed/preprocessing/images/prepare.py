@@ -31,6 +31,8 @@ def prepare_image(image: Picture, rules: ImageRules) -> np.ndarray:
     the model does not accept it.
     """
     size = resized_size(image.height, image.width, rules)
+    if rules.first_area is not None:
+        image = _resize(image, first_size(image.height, image.width, rules), rules)
     if rules.tiles is not None:
         image = _resize(image, _scaled(image.height, image.width, rules.tiles), rules)
         image = _resize(image, size, rules)
@@ -106,6 +108,7 @@ def resized_size(height: int, width: int, rules: ImageRules) -> tuple[int, int]:
                 high = scale
         return grid[0] * rules.patch, grid[1] * rules.patch
     if rules.area is not None:
+        height, width = first_size(height, width, rules)
         return size_within(height, width, rules.token_side, rules.area)
     assert rules.shortest is not None
     short, long = sorted((height, width))
@@ -119,13 +122,25 @@ def resized_size(height: int, width: int, rules: ImageRules) -> tuple[int, int]:
     return high, wide
 
 
-def size_within(height: int, width: int, side: int, area: tuple[int, int]) -> tuple[int, int]:
+def first_size(height: int, width: int, rules: ImageRules) -> tuple[int, int]:
+    """Return the height and width that an image is resized to first, by smart_resize of
+    qwen_vl_utils; those of the image without a `first_area`. Raises InvalidImage as size_within."""
+    if rules.first_area is None:
+        return height, width
+    side = rules.token_side
+    return size_within(height, width, side, rules.first_area, least=side)
+
+
+def size_within(
+    height: int, width: int, side: int, area: tuple[int, int], least: int = 0
+) -> tuple[int, int]:
     """Return the height and width that an image of `height` by `width` pixels is resized to.
 
     Both are multiples of `side`, and the aspect ratio stays about the same. The number of pixels is
     between the two numbers of `area`; if the image is long and narrow it may be outside. This is
-    smart_resize of transformers' Qwen2VLImageProcessor. Raises InvalidImage for an aspect ratio
-    over MAX_ASPECT.
+    smart_resize of transformers' Qwen2VLImageProcessor, and with sides of at least `least` before
+    the number of pixels is looked at, that of qwen_vl_utils. Raises InvalidImage for an aspect
+    ratio over MAX_ASPECT.
     """
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise InvalidImage(
@@ -133,7 +148,7 @@ def size_within(height: int, width: int, side: int, area: tuple[int, int]) -> tu
             f"side is over {MAX_ASPECT} times the shorter; crop it"
         )
     min_pixels, max_pixels = area
-    high, wide = (round(length / side) * side for length in (height, width))
+    high, wide = (max(round(length / side) * side, least) for length in (height, width))
     if high * wide > max_pixels:
         shrink = math.sqrt(height * width / max_pixels)
         high, wide = (max(side, math.floor(x / shrink / side) * side) for x in (height, width))

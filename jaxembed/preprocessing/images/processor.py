@@ -16,6 +16,7 @@ from jaxembed.platform.extras import require
 from jaxembed.preprocessing.images.decode import MAX_BYTES, decode_image, image_size, to_pillow
 from jaxembed.preprocessing.images.parts import WORD, PartsTokenizer, Segment, words_of
 from jaxembed.preprocessing.images.prepare import (
+    first_size,
     image_ids,
     image_positions,
     max_tokens,
@@ -167,7 +168,11 @@ class ImageProcessor:
             height, width = item.data.shape[:2]
             decoding = BYTES_A_PILLOW_PIXEL * height * width
         new_height, new_width = resized_size(height, width, self._rules)
-        half_resized = BYTES_A_PILLOW_PIXEL * height * new_width  # Pillow resizes the width first
+        first_height, first_width = first_size(height, width, self._rules)
+        # Pillow resizes the width first
+        half_resized = BYTES_A_PILLOW_PIXEL * height * max(first_width, new_width)
+        if self._rules.first_area is not None:  # the picture between
+            half_resized += BYTES_A_PILLOW_PIXEL * first_height * first_width
         taken = decoding + half_resized + BYTES_A_RESIZED_PIXEL * new_height * new_width
         around = len(self._rules.before) + len(self._rules.after)
         return Facts(taken, new_height * new_width // self._rules.token_side**2 + around)

@@ -1,0 +1,44 @@
+"""Converts GME-Qwen2-VL: Qwen2-VL in a chat template, of texts, images and both in one input."""
+
+from typing import Any
+
+from converters.families import qwen2_vl
+from converters.families.decoders import decoder_family
+from jaxembed.errors import CheckpointError
+
+# From the authors' modeling_gme_qwen2vl.py.
+CODE = "modeling_gme_qwen2vl.GmeQwen2VL"
+MAX_TOKENS = 1800
+PROMPT = "You are a helpful assistant."
+TEMPLATE = (
+    "<|im_start|>system\n{prompt}<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n"
+    "<|im_start|>assistant\n<|endoftext|>"
+)
+
+
+def is_gme(hf: dict[str, Any]) -> bool:
+    """Return whether a config of Qwen2-VL is of this family."""
+    codes = hf.get("auto_map")
+    return isinstance(codes, dict) and codes.get("AutoModel") == CODE
+
+
+def config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Convert a config.json with the fields of its text_config to Qwen3Config fields. Raises
+    UnsupportedModel and CheckpointError."""
+    fields, limit = qwen2_vl.text_config(hf), hf.get("max_length", MAX_TOKENS)
+    if type(limit) is not int or limit < 1:
+        raise CheckpointError(f"config.json: max_length is {limit!r}, wanted an integer over 0")
+    # the code gives the tokens of images the positions of text
+    return fields | {"max_positions": min(fields["max_positions"], limit), "rope_sections": []}
+
+
+FAMILY = decoder_family(
+    classes=("GmeQwen2VL", "Qwen2VLForConditionalGeneration"),
+    own_code={"AutoModel": (CODE,)},
+    prefixes=qwen2_vl.FAMILY.prefixes,
+    images=("converters.vision.gme", "visual.*"),
+    is_variant=is_gme,
+    completed=qwen2_vl.FAMILY.completed,
+    config=config,
+    chat=(PROMPT, "", TEMPLATE),
+)
