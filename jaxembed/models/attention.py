@@ -30,6 +30,9 @@ LOCAL_BLOCK = 64
 # rows. With a window larger blocks would compute scores of keys that no query attends to.
 ACCELERATOR_QUERY_BLOCK = 512
 ACCELERATOR_LOCAL_BLOCK = 128
+# Heads are padded for the native kernel by at most this share of their width: with heads 80 wide,
+# padded to 96, it takes 0.37 times as long as XLA for 2,944 tokens.
+MOST_PADDING = 0.5
 SIMD_FLOATS = 16  # the number of float32 values in one vector of AVX-512, or in two of AVX2
 MAX_PARTS = 32  # a power of 2: maximum slices of a row of scores, to find the largest score
 MASKED = -1e30  # finite, so that a query without keys gets uniform weights instead of NaN
@@ -231,13 +234,24 @@ class ByNative:
         bias: Bias | None = None,
         key_segments: Segments | None = None,
     ) -> Heads:
-        """Compute attention as `attend` does, with the native kernel if it supports the shapes."""
+        """Compute attention as `attend` does, with the native kernel unless too much padding would
+        bring the shapes to those that it takes."""
         length, width = query.shape[1], query.shape[3]
-        is_supported = query.dtype == jnp.dtype(self.dtype) and native.takes(length, width)
-        if is_supported and key_segments is None and "attention" not in self.without:
-            mask_fields = attention_mask.causal, attention_mask.reach, attention_mask.cap
-            return native.attention(query, key, value, segments, *mask_fields, distance_bias=bias)
-        return by_xla(query, key, value, segments, attention_mask, bias, key_segments)
+        tokens, columns = -length % native.TILE, -width % native.PANEL  # of padding
+        is_supported = query.dtype == jnp.dtype(self.dtype) and key_segments is None
+        is_near = columns <= width * MOST_PADDING and (bias is None or not tokens)
+        if not is_supported or not is_near or "attention" in self.without:
+            return by_xla(query, key, value, segments, attention_mask, bias, key_segments)
+        if columns:  # the kernel divides scores by the square root of the padded width
+            scaled = query.astype(jnp.float32) * ((width + columns) / width) ** 0.5
+            query = scaled.astype(query.dtype)
+        if tokens or columns:
+            padding = ((0, 0), (0, tokens), (0, 0), (0, columns))
+            query, key, value = (jnp.pad(x, padding) for x in (query, key, value))
+            segments = jnp.pad(segments, padding[:2])
+        mask_fields = attention_mask.causal, attention_mask.reach, attention_mask.cap
+        mixed = native.attention(query, key, value, segments, *mask_fields, distance_bias=bias)
+        return mixed[:, :length, :, :width]
 
 
 by_native = ByNative()

@@ -24,7 +24,15 @@ from test_attention import reference
 
 from jaxembed.models import native
 from jaxembed.models.adapters import column_owners
-from jaxembed.models.attention import EVERYTHING, AttentionMask, attend_joint, by_native, using
+from jaxembed.models.attention import (
+    EVERYTHING,
+    AttentionMask,
+    ByNative,
+    attend_joint,
+    by_native,
+    by_xla,
+    using,
+)
 from jaxembed.models.layers import ACTIVATIONS, gelu
 from jaxembed.models.rope import Rotation
 
@@ -518,15 +526,18 @@ def test_huge_neighbours_in_the_row_change_nothing(way, case, huge):
 
 
 @pytest.mark.parametrize(
-    ("length", "width", "dtype", "taken"),
+    ("length", "width", "dtype", "taken", "is_near"),
     [
-        (32, 32, "bfloat16", True),
-        (24, 32, "bfloat16", False),
-        (32, 16, "bfloat16", False),
-        (32, 32, "float32", False),
+        (32, 32, "bfloat16", True, True),
+        (24, 32, "bfloat16", False, True),
+        (32, 48, "bfloat16", False, True),
+        (32, 16, "bfloat16", False, False),
+        (32, 32, "float32", False, False),
     ],
 )
-def test_attention_is_native_only_where_they_take_it(native_kernels, length, width, dtype, taken):
+def test_attention_is_native_only_where_they_take_it(
+    native_kernels, length, width, dtype, taken, is_near
+):
     segments = jnp.asarray(laid_out([[(0, 10), (0, 3)]], 32)[:, :length])
     joint = jnp.asarray(drawn(1, length, 3, 2, width), dtype)
     three = [joint[:, :, i] for i in range(3)]
@@ -535,7 +546,22 @@ def test_attention_is_native_only_where_they_take_it(native_kernels, length, wid
         text = str(jax.make_jaxpr(lambda *x: attend_joint(*x))(joint, segments))
     assert ("jaxembed_joint_attention" in text) == taken
     text = str(jax.make_jaxpr(lambda *x: by_native(*x, EVERYTHING))(*three, segments))
-    assert ("jaxembed_attention" in text) == taken
+    assert ("jaxembed_attention" in text) == is_near
+
+
+@pytest.mark.parametrize(("length", "width"), [(50, 32), (64, 80), (50, 72)])
+@pytest.mark.parametrize(
+    "attention_mask", [EVERYTHING, AttentionMask(causal=True, reach=5), AttentionMask(cap=3.0)]
+)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_padded_attention_is_that_of_xla(native_kernels, length, width, attention_mask, has_bias):
+    segments = jnp.asarray(laid_out([[(0, 20), (0, 23)]], 64)[:, :length])
+    query, key, value = (jnp.asarray(x) for x in drawn(3, 1, length, 4, width))
+    bias = jnp.asarray(drawn(4, 2 * length - 1)) if has_bias else None
+    operands = query, key, value, segments, attention_mask, bias
+    got = jax.jit(lambda: ByNative(dtype="float32")(*operands))()
+    real = np.asarray(segments) != 0
+    np.testing.assert_allclose(got[real], by_xla(*operands)[real], atol=2e-6)
 
 
 @pytest.mark.parametrize(

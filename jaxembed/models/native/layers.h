@@ -8,7 +8,7 @@
 
 // The rest of a layer after attention: hidden <- norm(hidden + mixed . out), then
 // norm(hidden + gelu(hidden . up) . down), where `up` may be gated instead. It takes a block of rows
-// at a time, whose intermediate results stay in the second-level cache.
+// at a time, whose intermediate results stay in the core's cache if they fit.
 typedef struct {
   Linear out, up, down;
   int64_t rows;

@@ -24,6 +24,7 @@ typedef struct {
 static Blocks even_blocks(int64_t rows, int64_t size, int64_t threads) {
   int64_t count = parts(rows, size);
   if (count > threads) count = (rows + size * threads / 2) / (size * threads) * threads;
+  count = min64(count, parts(rows, GROUP));
   return (Blocks){count, parts(parts(parts(rows, GROUP), count) * GROUP, PANEL) * PANEL};
 }
 
