@@ -187,7 +187,8 @@ def _tower_outline(source: Path, options: Options, route: str) -> Outline:
         raise CheckpointError(f"the model has an adapter {twice[0]} already; give it another name")
     model = Outline(source, tensors, layout, spec, text, built_in)
     adapters = {**tasks, **options.adapters}
-    return with_adapters(model, adapters) if adapters or built_in else model
+    in_one = tuple(tasks) if {*tasks.values()} == {folder / ADAPTERS} else ()
+    return with_adapters(model, adapters, in_one) if adapters or built_in else model
 
 
 def _checked(folder: Path, config: dict[str, Any], architecture: str) -> dict[str, Any]:

@@ -88,7 +88,8 @@ OWN_MODULES: dict[tuple[str, str], dict[str, dict[str, Any] | None]] = {
     ): {"transformer": None},
     ("st_quantize.FlexibleQuantizer", "modeling.PPLXQwen3Model"): {"tanh": {}},
 }
-# The pooling in a model's own code, which also normalises, whatever modules.json says.
+# The pooling in a model's own code, which also normalises, if modules.json does not list modules of
+# sentence-transformers.
 OWN_POOLINGS: dict[str, Pooling] = {
     "modeling_gme_qwen2vl.GmeQwen2VL": "lasttoken",
     "modeling_jina_embeddings_v4.JinaEmbeddingsV4Model": "mean",
@@ -329,7 +330,7 @@ def dense_rules(head: OutputName, number: int, layer: Module, tensor: str) -> li
 
 def kinds_of(source: Path, route: str = "") -> list[str]:
     """Return the kinds of the modules of a model or a route, which are values of MODULES; empty
-    without modules.json."""
+    without modules."""
     return [module.kind for module in modules_of(source, route) or ()]
 
 
@@ -477,10 +478,12 @@ def modules_of(source: Path, route: str = "") -> list[ModuleEntry] | None:
     """Return the modules of a model, or of one route, in order; None if neither modules.json nor
     OWN_POOLINGS has any. Raises UnsupportedModel for an unknown kind, and for a chain that is not
     supported."""
-    if (pooling := OWN_POOLINGS.get(_own_code(source))) is not None:
-        settings = {"transformer": None, "pooling": {"pooling_mode": pooling}, "normalize": {}}
-        return [ModuleEntry(kind, "", config) for kind, config in settings.items()]
     path, listed = source / "modules.json", listed_modules(source)
+    if not listed or listed[0][0] not in MODULES:
+        pooling = OWN_POOLINGS.get(_own_code(source).rpartition("--")[2])
+        if pooling is not None:
+            settings = {"transformer": None, "pooling": {"pooling_mode": pooling}, "normalize": {}}
+            return [ModuleEntry(kind, "", config) for kind, config in settings.items()]
     router = router_of(source) if route else None
     if router is not None:
         listed = router.routes[route]
@@ -518,9 +521,9 @@ def _modules(path: Path, type_name: str, folder: str) -> list[ModuleEntry]:
     """Return the entries for a type and a folder in modules.json, whose path is `path`: one, or of
     a model's own class perhaps several. Raises UnsupportedModel for an unknown type, and
     CheckpointError for a folder outside the model."""
-    if own := OWN_MODULES.get((type_name, _own_code(path.parent))):
-        return [ModuleEntry(kind, folder, settings) for kind, settings in own.items()]
     if type_name not in MODULES:
+        if own := OWN_MODULES.get((type_name, _own_code(path.parent))):
+            return [ModuleEntry(kind, folder, settings) for kind, settings in own.items()]
         known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in MODULES}))
         raise UnsupportedModel(f"{path}: module {type_name!r} is not supported; known: {known}")
     _check_within(path, folder)

@@ -7,7 +7,8 @@ from converters.families.decoders import decoder_family
 from jaxembed.errors import CheckpointError
 
 # From the authors' modeling_gme_qwen2vl.py.
-CODE = "modeling_gme_qwen2vl.GmeQwen2VL"
+REPOS = ("", *(f"Alibaba-NLP/gme-Qwen2-VL-{size}-Instruct--" for size in ("2B", "7B")))
+CODES = tuple(f"{repo}modeling_gme_qwen2vl.GmeQwen2VL" for repo in REPOS)
 MAX_TOKENS = 1800
 PROMPT = "You are a helpful assistant."
 TEMPLATE = (
@@ -19,7 +20,7 @@ TEMPLATE = (
 def is_gme(hf: dict[str, Any]) -> bool:
     """Return whether a config of Qwen2-VL is of this family."""
     codes = hf.get("auto_map")
-    return isinstance(codes, dict) and codes.get("AutoModel") == CODE
+    return isinstance(codes, dict) and codes.get("AutoModel") in CODES
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 FAMILY = decoder_family(
     classes=("GmeQwen2VL", "Qwen2VLForConditionalGeneration"),
-    own_code={"AutoModel": (CODE,)},
+    own_code={"AutoModel": CODES},
     prefixes=qwen2_vl.FAMILY.prefixes,
     images=("converters.vision.gme", "visual.*"),
     is_variant=is_gme,

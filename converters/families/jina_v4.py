@@ -35,7 +35,12 @@ def token_vectors(hf: dict[str, Any]) -> Projection:
 
 FAMILY = decoder_family(
     classes=(CLASS,),
-    own_code={"AutoModel": (f"modeling_jina_embeddings_v4.{CLASS}",)},
+    own_code={
+        "AutoModel": tuple(
+            f"{repo}modeling_jina_embeddings_v4.{CLASS}"
+            for repo in ("", "jinaai/jina-embeddings-v4--")
+        )
+    },
     prefixes=("model.", "language_model.", "model."),
     images=("converters.vision.jina_v4", "visual.*"),
     completed=partial(flattened, kinds=("qwen2_5_vl_text", "qwen2_5_vl"), defaults=LM_DEFAULTS),

@@ -5,7 +5,7 @@ adapter is converted beside its base, or merged into the weights of the base."""
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -51,6 +51,7 @@ UP = (".lora_B.weight", ".lora_embedding_B")
 # `lora_A.default.weight`.
 _IN_MEMORY = re.compile(r"\.lora_(embedding_)?[AB]\.(?!weight$|bias$)")
 
+BACKBONE = "tower."  # the names of its parameters begin so
 PARAMETRIZED = ".parametrizations.weight.0."  # in the name of each tensor of a built-in adapter
 
 # Fields of adapter_config.json that are read here, and those that do not change the results.
@@ -81,13 +82,18 @@ _LARGEST = 65504.0  # the largest float16
 INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
-def with_adapters(model: Outline, folders: Mapping[str, Path]) -> Outline:
+def with_adapters(
+    model: Outline, folders: Mapping[str, Path], in_one: Collection[str] = ()
+) -> Outline:
     """Return the outline with its built-in adapters and with those in `folders`, which has the
-    folder of each adapter by name. Reads no values of tensors. Raises UnsupportedModel,
-    ConversionError and CheckpointError."""
+    folder of each adapter by name. `in_one` are the names of those that are in the same file. Reads
+    no values of tensors. Raises UnsupportedModel, ConversionError and CheckpointError."""
     spec, own, rules = model.spec, model.built_in, model.tensors.rules
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(spec).items()}
-    sources = tuple(_read_adapter(name, at, model.tensors) for name, at in folders.items())
+    sources = tuple(
+        _read_adapter(name, at, model.tensors, in_one=in_one if name in in_one else ())
+        for name, at in folders.items()
+    )
     for name, at in folders.items():
         heads = spec.heads if modules_of(at) is None else read_layout(at, spec.hidden_size).heads
         if heads != spec.heads:
@@ -101,7 +107,7 @@ def with_adapters(model: Outline, folders: Mapping[str, Path]) -> Outline:
         ranks = {
             _layer(rule): own.rank * len(rule.sources)
             for rule in expand(rules, shapes)
-            if _is_adaptable(rule)
+            if _is_adaptable(rule) and rule.target.startswith(BACKBONE)
         }
         adapters = [*(Adapter(name, ranks) for name in own.names), *adapters]
         prompts = {**own.prompts, **prompts}
@@ -229,10 +235,16 @@ def _in_dtype(tensor: Tensor) -> Tensor:
 
 
 def _read_adapter(
-    name: str, folder: Path, base: TensorRules, *, merging: bool = False
+    name: str,
+    folder: Path,
+    base: TensorRules,
+    *,
+    merging: bool = False,
+    in_one: Collection[str] = (),
 ) -> AdapterSource:
     """Read an adapter's config, and the names and shapes of its tensors. `base` has the rules of
-    the model. With `merging`, the adapter may have tensors of modules_to_save.
+    the model. With `merging`, the adapter may have tensors of modules_to_save. `in_one` are the
+    names of the adapters in its file if the names of tensors contain them.
 
     Raises UnsupportedModel for settings that are not supported, ConversionError for tensors that do
     not form two factors for each weight, and CheckpointError if files are missing or damaged.
@@ -245,7 +257,7 @@ def _read_adapter(
     config = read_config(name, folder, merging=merging)
     stems: dict[str, dict[str, Tensor]] = {}  # by weight: its factors, by "down" or "up"
     copies: dict[str, Tensor] = {}
-    for original, tensor in _of_adapter(name, safetensors_of(folder / WEIGHTS)).items():
+    for original, tensor in _of_adapter(name, in_one, safetensors_of(folder / WEIGHTS)).items():
         weight, part = _split(original)
         if part == "copy":
             copies[weight] = tensor
@@ -280,13 +292,19 @@ def _read_adapter(
     )
 
 
-def _of_adapter(name: str, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the tensors of the adapter called `name`, by the names that they have alone in a file,
-    of a file with several adapters, whose tensors' names contain those of the adapters. The tensors
-    of another file are all of the same adapter."""
-    ending = re.compile(rf"(\.lora_[AB])\.{re.escape(name)}(?=\.weight$)")
-    own = {ending.sub(r"\1", key): key for key in tensors if ending.search(key)}
-    return {key: tensors[original] for key, original in own.items()} or tensors
+def _of_adapter(
+    name: str, in_one: Collection[str], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the tensors of a file, by the names that they would have if the adapter called `name`
+    were alone in it, and without those of the others in `in_one`."""
+    names = "|".join(map(re.escape, in_one))
+    ending = re.compile(rf"(\.lora_[AB])\.({names})(?=\.weight$)")
+    matches = {key: ending.search(key) for key in tensors}
+    return {
+        ending.sub(r"\1", key): tensors[key]
+        for key, match in matches.items()
+        if match is None or match[2] == name
+    }
 
 
 def _layer_ranks(source: AdapterSource, base: TensorRules, shapes: Mapping[str, Shape]) -> Adapter:
@@ -518,7 +536,7 @@ def _is_adaptable(rule: Rule) -> bool:
     layer, _, kind = rule.target.rpartition(".")
     by_column = kind == "kernel" and rule.transform.by_column
     is_table = kind == "embedding" and rule.transform is identity
-    return layer.startswith(("tower.", "heads.multi_vector.")) and (by_column or is_table)
+    return layer.startswith((BACKBONE, "heads.multi_vector.")) and (by_column or is_table)
 
 
 def _is_ignored(name: str, patterns: Sequence[str]) -> bool:

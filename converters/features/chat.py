@@ -57,10 +57,11 @@ def with_chat(
     tokenizer.json that puts the end of the template after each text.
 
     `prompt` is the system message if the files have no default prompt, and `empty` stands for an
-    empty text. `rendered` is the template with PROMPT and TEXT in it; None: the one in the folder
-    `backbone`. Raises UnsupportedModel if the chat template does not have a system message, and
-    then a text.
+    empty text. `rendered` is the template with PROMPT and TEXT in it, into which instructions are
+    put as they are; None: the one in the folder `backbone`. Raises UnsupportedModel if the chat
+    template does not have a system message, and then a text.
     """
+    completes = rendered is None
     if rendered is None:
         messages = {"system": PROMPT, "user": TEXT}
         rendered = render(chat_template(backbone) or "", messages, generation=True)
@@ -74,7 +75,7 @@ def with_chat(
     if name is None:
         prompts, name = {DEFAULT: prompt} | prompts, DEFAULT
     spec = msgspec.structs.replace(
-        spec, chat=Chat(before, empty), prompts=prompts, default_prompt_name=name
+        spec, chat=Chat(before, empty, completes), prompts=prompts, default_prompt_name=name
     )
     start = before.replace(PROMPT, prompts[name])
     return spec, tokenizer.framed("", after, start)
@@ -86,5 +87,5 @@ def check_image_tokens(spec: ModelSpec) -> None:
     if (most := max_tokens(spec.image)) > spec.max_input_tokens:
         raise CheckpointError(
             f"an image has up to {most} tokens, and an input {spec.max_input_tokens}; lower "
-            "max_pixels in preprocessor_config.json"
+            "max_pixels in preprocessor_config.json, or max_image_tokens in config.json"
         )

@@ -8,6 +8,7 @@ import msgspec
 
 from converters.family import Images
 from converters.vision import qwen_vl
+from jaxembed.errors import CheckpointError
 
 # From the authors' modeling_gme_qwen2vl.py, which resizes an image twice: limits of its tokens.
 FIRST_TOKENS = (4, 16_384)
@@ -20,6 +21,10 @@ def images(hf: dict[str, Any], folder: Path) -> Images:
     found = qwen_vl.encoder_of(hf, folder)
     token = found.image.token_side**2
     (low, high), (least, most) = FIRST_TOKENS, (hf.get(key, n) for key, n in TOKENS.items())
+    if least > most:
+        raise CheckpointError(
+            f"config.json: min_image_tokens is {least}, more than max_image_tokens, {most}"
+        )
     rules = msgspec.structs.replace(
         found.image, first_area=(low * token, high * token), area=(least * token, most * token)
     )

@@ -1,5 +1,5 @@
-"""Converts the image encoders of Qwen3-VL-Embedding, Qwen3-VL-Reranker and jina-reranker-m0 (on
-Qwen2-VL), and how their images are prepared."""
+"""Converts the image encoders of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, and how images of Qwen3-VL's
+embedder and reranker and of jina-reranker-m0 are prepared."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,11 +35,9 @@ def images(hf: dict[str, Any], folder: Path) -> Images:
     config.json with the fields of its text_config. Raises UnsupportedModel and CheckpointError."""
     found = encoder_of(hf, folder)
     assert found.image.area is not None
-    side, bounds = (
-        found.image.token_side,
-        zip(found.image.area, TOKENS[hf["model_type"]], strict=True),
-    )
-    low, high = (min(pixels, tokens * side**2) for pixels, tokens in bounds)
+    token = found.image.token_side**2
+    bounds = zip(found.image.area, TOKENS[hf["model_type"]], strict=True)
+    low, high = (min(pixels, tokens * token) for pixels, tokens in bounds)
     return replace(found, image=msgspec.structs.replace(found.image, area=(low, high)))
 
 

@@ -288,11 +288,13 @@ class Chat(msgspec.Struct, frozen=True):
 
     `before` is put before each text, with the prompt in the place of {prompt}. A text without a
     prompt gets the default one. The tokenizer adds the end of the template. `empty` stands for an
-    empty text.
+    empty text. With `completes` an instruction in words is stripped, and gets a full stop if it
+    ends without punctuation.
     """
 
     before: str
     empty: str = ""
+    completes: bool = True
 
 
 Resample = Literal["nearest", "lanczos", "bilinear", "bicubic"]

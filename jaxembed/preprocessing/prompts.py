@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
 from jaxembed.config import TextConfig
-from jaxembed.data.spec import DOCUMENT_PROMPTS, ModelSpec
+from jaxembed.data.spec import DOCUMENT_PROMPTS, Chat, ModelSpec
 from jaxembed.errors import ConfigError, InvalidInput, UnknownPrompt, UnknownPurpose
 
 Role = Literal["query", "document", "classification", "clustering", "text-matching", "separation"]
@@ -76,17 +76,18 @@ def named_prompt(name: str, prompts: Mapping[str, str]) -> str:
 
 
 def with_instruction(
-    instruction: str, prompts: Mapping[str, str], *, in_chat: bool = False
+    instruction: str, prompts: Mapping[str, str], chat: Chat | None = None
 ) -> tuple[str, bool]:
     """Return the prompt that gives an instruction in words, and whether it is only for queries.
 
-    With `in_chat` the prompt is the system message of a chat template, which is the instruction
-    without white space around it, and with a full stop if it ends without punctuation, as in
-    Qwen3-VL-Embedding's code. If a prompt of the checkpoint contains an instruction in one of
-    INSTRUCTED's forms, it replaces that one; the prompt of queries is looked at first. Otherwise it
-    is the prompt itself.
+    In a `chat` template the prompt is the system message, which is the instruction, completed as in
+    Qwen3-VL-Embedding's code if the template says so. If a prompt of the checkpoint contains an
+    instruction in one of INSTRUCTED's forms, it replaces that one; the prompt of queries is looked
+    at first. Otherwise it is the prompt itself.
     """
-    if in_chat:
+    if chat is not None:
+        if not chat.completes:
+            return instruction, False
         message = instruction.strip()
         ends = unicodedata.category(message[-1:] or ".").startswith("P")
         return message if ends else f"{message}.", False

@@ -220,13 +220,14 @@ class Tasks:
         self._check_outputs(options, requested.dimensions_field)
         if with_images:
             self.check_images()
-            given = {
-                words: options.prompt,
-                **{n: getattr(options, n) for n in ("prompt_name", "route")},
-            }
-            of_role = self._prompts_beside_images(options.role)
+            given = {"route": options.route}
+            # a model of both in any role takes its prompts for the texts beside images
+            if self._spec.image is None or self._spec.reads_pages:
+                given |= {words: options.prompt, "prompt_name": options.prompt_name}
+            elif options.prompt not in self._spec.prompts.values():
+                given[words] = options.prompt
             for name, value in given.items() if self._spec.chat is None else ():
-                if value and value not in of_role:
+                if value:
                     raise InvalidInput(
                         f"`{name}` is for texts, and the request has images; leave it out, and "
                         "any `input_type` or `task` that sets it",
@@ -270,15 +271,6 @@ class Tasks:
             types,
         )
 
-    def _prompts_beside_images(self, role: Role | None) -> tuple[str, ...]:
-        """Return the name and the text of the prompt that a role chooses for the texts beside
-        images, if the model takes both in any role. No other prompt is taken beside images."""
-        spec = self._spec
-        name = None if role is None else prompt_of_role(role, spec.prompts)
-        if name is None or spec.image is None or spec.reads_pages:
-            return ()
-        return name, spec.prompts[name]
-
     def _with_words(self, requested: RequestedOptions) -> tuple[EncodeOptions, str, bool]:
         """Return the options with the prompt that their instruction gives; the name of the field
         that holds the instruction or prompt; and whether the name of a special token in it becomes
@@ -292,7 +284,7 @@ class Tasks:
                     field=field,
                 )
             prompt, is_for_queries = with_instruction(
-                options.instruction, self._spec.prompts, in_chat=self._spec.chat is not None
+                options.instruction, self._spec.prompts, self._spec.chat
             )
             roles = {options.role, *(role_of(purpose) for _, purpose in requested.purposes)}
             if is_for_queries and "document" in roles:

@@ -8,6 +8,8 @@ from typing import Literal
 
 import msgspec
 
+from jaxembed.data.spec import DOCUMENT_PROMPTS
+
 TABLE = Path(__file__).with_suffix(".json")
 
 Fact = Literal[
@@ -65,7 +67,9 @@ class KnownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """The group of models in the table that the model belongs to."""
         if self.task == "rerank":
             return "reranker"
-        return KIND_OF_TYPE.get(self.type) or KIND_OF_OUTPUT.get(self.outputs[0], "embedder")
+        kind = KIND_OF_TYPE.get(self.type) or KIND_OF_OUTPUT.get(self.outputs[0], "embedder")
+        # with a prompt for documents, these are texts too
+        return "images" if kind == "pages" and {*DOCUMENT_PROMPTS} & {*self.prompts} else kind
 
 
 class KnownModels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -12,6 +12,7 @@ from test_golden import write_source
 
 from converters import outline
 from jaxembed.data.inputs import Pair, Text
+from jaxembed.data.spec import Chat
 from jaxembed.errors import CheckpointError, InvalidInput, UnsupportedModel
 from jaxembed.preprocessing.prompts import with_instruction
 from jaxembed.runtime.options import EncodeOptions, ScoreOptions
@@ -81,7 +82,9 @@ def test_a_special_token_in_words_is_refused(embedder, field):
 
 
 def test_an_instruction_without_punctuation_gets_a_full_stop():
-    found = [with_instruction(one, {}, in_chat=True)[0] for one in ("a", "a ", "a。", "a$", "(a)")]
+    found = [
+        with_instruction(one, {}, Chat("{prompt}"))[0] for one in ("a", "a ", "a。", "a$", "(a)")
+    ]
     assert found == ["a.", "a.", "a。", "a$.", "(a)"]
 
 

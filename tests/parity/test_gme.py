@@ -24,7 +24,7 @@ TEMPLATE = (
     "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     "<|endoftext|>"
 )
-DEFAULT, INSTRUCTION = "You are a helpful assistant.", "Find a page that answers the question."
+DEFAULT, INSTRUCTION = "You are a helpful assistant.", " Find a page that answers the question"
 TEXTS = ["who wrote it?", "Größe", "the total of 2024, and of the years before it", "a"]
 TOKENS = (6, 40)  # the limits of an image
 BUCKETS = [(1, 256), (2, 256)]
@@ -40,6 +40,7 @@ def first_resized(colours: np.ndarray) -> Image.Image:
     elif high * wide < 4 * 784:
         grow = sqrt(4 * 784 / (height * width))
         high, wide = (ceil(side * grow / 28) * 28 for side in (height, width))
+    wide, high = min(wide, 200 * high), min(high, 200 * wide)
     return Image.fromarray(colours).resize((wide, high))
 
 
@@ -102,7 +103,7 @@ def _gme(request, tmp_path_factory):
 
 def images_of_odd_shapes() -> list[np.ndarray]:
     draw = np.random.default_rng(5)
-    sides = [(10, 2000), (3, 3), (2000, 30), (40, 41)]
+    sides = [(10, 2000), (3, 3), (2000, 30), (40, 41), (1, 201), (69, 13800)]
     return [*pictures(), *(draw.integers(0, 256, (*one, 3), dtype=np.uint8) for one in sides)]
 
 

@@ -11,7 +11,7 @@ from test_field_types import assert_described_or_refused
 from converters import convert, outline
 from jaxembed import Parts
 from jaxembed.data.spec import NormalizeLayer, Pooled
-from jaxembed.errors import CheckpointError, InvalidImage, UnsupportedModel
+from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.preprocessing.images.prepare import first_size, resized_size
 
 pytest.importorskip("PIL")
@@ -63,17 +63,14 @@ def test_inputs_of_several_parts_in_a_batch_equal_each_alone(model):
         ((3, 3), (56, 56), (84, 84)),
         ((5000, 4000), (4004, 3192), (196, 140)),
         ((100, 90), (112, 84), (112, 84)),
+        ((1, 201), (28, 196), (28, 196)),  # is taken, although its sides differ so much
+        ((69, 13800), (56, 11200), (28, 2492)),
     ],
 )
 def test_an_image_is_resized_twice(source, sides, first, second):
     rules = outline(source).spec.image
     assert first_size(*sides, rules) == first
     assert resized_size(*sides, rules) == second
-
-
-def test_an_image_that_is_too_narrow_is_refused(model):
-    with pytest.raises(InvalidImage, match="over 200 times"):
-        model.encode(images=[picture(0, 1, 201)])
 
 
 def test_other_code_and_limits_are_refused(tmp_path):
@@ -83,6 +80,11 @@ def test_other_code_and_limits_are_refused(tmp_path):
     change_json(folder / "config.json", max_length="long")
     with pytest.raises(CheckpointError, match="max_length is 'long'"):
         outline(folder)
-    change_json(folder / "config.json", max_length=256, auto_map={"AutoModel": "modeling.Other"})
+    change_json(folder / "config.json", max_length=256, min_image_tokens=50)
+    with pytest.raises(CheckpointError, match="min_image_tokens is 50, more than max_image_tokens"):
+        outline(folder)
+    change_json(
+        folder / "config.json", min_image_tokens=6, auto_map={"AutoModel": "modeling.Other"}
+    )
     with pytest.raises(UnsupportedModel):
         outline(folder)

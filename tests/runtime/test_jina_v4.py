@@ -6,13 +6,19 @@ import pytest
 from colqwen_sources import IMAGE_ID, JINA_TASKS, PROJECTOR, SPACE, WIDTH, qwen_words, write_jina_v4
 from dual_sources import picture
 from safetensors.numpy import load_file, save_file
-from sources import change_json
+from sources import POOLING, TRANSFORMER, change_json, write_json, write_modules
 from test_field_types import assert_described_or_refused
 
 from converters import convert, folders_read, outline
 from jaxembed import Parts
 from jaxembed.data.spec import DenseLayer, NormalizeLayer, PerToken, Pooled
-from jaxembed.errors import ConversionError, InvalidInput, UnsupportedModel, WrongParts
+from jaxembed.errors import (
+    CheckpointError,
+    ConversionError,
+    InvalidInput,
+    UnsupportedModel,
+    WrongParts,
+)
 
 pytest.importorskip("PIL")
 
@@ -89,9 +95,16 @@ def test_documents_are_texts_or_images(model):
     assert [one.index for one in found] == np.argsort(-wanted).tolist()
 
 
-def test_a_prompt_for_images_and_several_parts_are_refused(model):
-    with pytest.raises(InvalidInput, match="`prompt_name` is for texts"):
-        model.encode(images=[picture(0, 56, 84)], prompt_name="passage")
+def test_a_named_prompt_is_for_the_texts_beside_images(model):
+    image = picture(0, 56, 84)
+    got = model.encode([image, "a"], prompt_name="passage")
+    wanted = np.concatenate([model.encode([image]), model.encode(["a"], prompt_name="passage")])
+    np.testing.assert_allclose(got, wanted, atol=2e-6)
+
+
+def test_other_prompts_beside_images_and_several_parts_are_refused(model):
+    with pytest.raises(InvalidInput, match="`prompt` is for texts"):
+        model.encode(images=[picture(0, 56, 84)], prompt="Text: ")
     with pytest.raises(WrongParts, match="not several parts"):
         model.encode([Parts(("a caption", picture(0, 56, 84)))])
 
@@ -109,7 +122,27 @@ def test_other_poolings_and_adapters_of_one_task_are_refused(tmp_path):
     folder = write_jina_v4(tmp_path / "tasks")
     path = folder / "adapters" / "adapter_model.safetensors"
     save_file({k: x for k, x in load_file(path).items() if ".code." not in k}, path)
-    with pytest.raises(ConversionError, match="adapter code"):
+    with pytest.raises(CheckpointError, match="adapter code changes no layer"):
         convert(folder, tmp_path / "out")
     change_json(folder / "config.json", task_names=["retrieval", "text-matching"])
     assert convert(folder, tmp_path / "out").adapter_names == JINA_TASKS[:2]
+    name = "base_model.model.model.language_model.layers.0.mlp.up_proj.lora_A.other.weight"
+    save_file(load_file(path) | {name: np.zeros((2, WIDTH), np.float32)}, path)
+    with pytest.raises(ConversionError, match=r"lora_A\.other"):
+        convert(folder, tmp_path / "again")
+
+
+def test_modules_of_sentence_transformers_are_read(tmp_path):
+    folder = write_jina_v4(tmp_path / "source")
+    write_modules(folder, (TRANSFORMER, ""), (POOLING, "1_Pooling"))
+    write_json(folder / "1_Pooling" / "config.json", {"pooling_mode": "cls"})
+    spec = outline(folder).spec
+    assert spec.heads["dense"] == Pooled(("cls",), ())
+    (folder / "modules.json").unlink()
+    assert outline(folder).spec.heads["dense"] == Pooled(("mean",), (NormalizeLayer(),))
+
+
+def test_a_tokenizer_without_the_tokens_around_an_image_is_refused(tmp_path):
+    folder = write_jina_v4(tmp_path / "source", vision_start_token_id=IMAGE_ID - 3)
+    with pytest.raises(CheckpointError, match="around an image"):
+        outline(folder)

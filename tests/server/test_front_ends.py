@@ -16,8 +16,9 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
+from colqwen_sources import write_jina_v4
 from conftest import save_tiny
-from dual_sources import png
+from dual_sources import data_uri, picture, png
 from live_server import WAIT_S
 from test_front_frames import WORKS, framed, submit
 
@@ -136,6 +137,16 @@ async def test_front_ends_find_entities(load_model, tmp_path):
         assert [[tuple(one[key] for key in keys) for one in some] for some in answer] == wanted
         refused = await server.ask({"inputs": [[1, 2]], "model": "tiny"}, path="/token_classify")
         assert (refused.status_code, server.idle) == (422, True)
+
+
+async def test_front_ends_embed_images_with_the_adapter_of_a_task(load_model, tmp_path):
+    jina, image = load_model(write_jina_v4(tmp_path / "jina"), 1, 256), picture(0, 56, 84)
+    wanted = jina.encode([image, "a"], prompt_name="passage", adapter="code")
+    async with serving(jina, 1) as server:
+        body = {"input": [{"image": data_uri(image)}, {"text": "a"}], "task": "code.passage"}
+        answer = (await server.ask(body)).json()
+        got = [one["embedding"] for one in answer["data"]]
+        np.testing.assert_allclose(got, wanted, atol=2e-6)
 
 
 async def test_a_front_end_returns_the_memory_of_large_images(clip):

@@ -60,7 +60,6 @@ def test_a_search_takes_names_languages_their_codes_and_kinds():
     assert "dragonkue/BGE-m3-ko" in names("bge-m3", "korean") == names("KO", "bge-m3")
     assert {"BAAI/bge-m3", "naver/splade-v3"} <= names("sparse")
     published = {"vidore/colpali-v1.3-hf", "vidore/colqwen2-v1.0-hf"}
-    published |= {"jinaai/jina-embeddings-v4"}
     published |= {f"nomic-ai/nomic-embed-multimodal-{size}" for size in ("3b", "7b")}
     assert names("pages") == published | {"ModernVBERT/colmodernvbert-merged"}
     assert {one.kind for one in TABLE_OF_MODELS.search(["reranker", "german"])} == {"reranker"}

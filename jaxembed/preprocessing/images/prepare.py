@@ -123,30 +123,37 @@ def resized_size(height: int, width: int, rules: ImageRules) -> tuple[int, int]:
 
 
 def first_size(height: int, width: int, rules: ImageRules) -> tuple[int, int]:
-    """Return the height and width that an image is resized to first, by smart_resize of
-    qwen_vl_utils; those of the image without a `first_area`. Raises InvalidImage as size_within."""
+    """Return the height and width that an image is resized to first; those of the image without a
+    `first_area`. This is smart_resize of qwen_vl_utils: sides have at least a token before the
+    pixels are counted, and the longer one at most MAX_ASPECT times the length of the other."""
     if rules.first_area is None:
         return height, width
     side = rules.token_side
-    return size_within(height, width, side, rules.first_area, least=side)
+    high, wide = _whole_tokens(height, width, side, rules.first_area, least=side)
+    return min(high, MAX_ASPECT * wide), min(wide, MAX_ASPECT * high)
 
 
-def size_within(
-    height: int, width: int, side: int, area: tuple[int, int], least: int = 0
-) -> tuple[int, int]:
+def size_within(height: int, width: int, side: int, area: tuple[int, int]) -> tuple[int, int]:
     """Return the height and width that an image of `height` by `width` pixels is resized to.
 
     Both are multiples of `side`, and the aspect ratio stays about the same. The number of pixels is
     between the two numbers of `area`; if the image is long and narrow it may be outside. This is
-    smart_resize of transformers' Qwen2VLImageProcessor, and with sides of at least `least` before
-    the number of pixels is looked at, that of qwen_vl_utils. Raises InvalidImage for an aspect
-    ratio over MAX_ASPECT.
+    smart_resize of transformers' Qwen2VLImageProcessor. Raises InvalidImage for an aspect ratio
+    over MAX_ASPECT.
     """
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise InvalidImage(
             f"the image is {width} by {height} pixels, and the model accepts no image whose longer "
             f"side is over {MAX_ASPECT} times the shorter; crop it"
         )
+    return _whole_tokens(height, width, side, area, least=0)
+
+
+def _whole_tokens(
+    height: int, width: int, side: int, area: tuple[int, int], *, least: int
+) -> tuple[int, int]:
+    """Return the height and width of `size_within`, whatever the aspect ratio, with sides of at
+    least `least` pixels before the pixels are counted."""
     min_pixels, max_pixels = area
     high, wide = (max(round(length / side) * side, least) for length in (height, width))
     if high * wide > max_pixels:

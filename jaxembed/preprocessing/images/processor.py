@@ -168,11 +168,10 @@ class ImageProcessor:
             height, width = item.data.shape[:2]
             decoding = BYTES_A_PILLOW_PIXEL * height * width
         new_height, new_width = resized_size(height, width, self._rules)
-        first_height, first_width = first_size(height, width, self._rules)
-        # Pillow resizes the width first
-        half_resized = BYTES_A_PILLOW_PIXEL * height * max(first_width, new_width)
-        if self._rules.first_area is not None:  # the picture between
-            half_resized += BYTES_A_PILLOW_PIXEL * first_height * first_width
+        half_resized = BYTES_A_PILLOW_PIXEL * height * new_width  # Pillow resizes the width first
+        if self._rules.first_area is not None:  # then also the image between
+            first_height, first_width = first_size(height, width, self._rules)
+            half_resized += BYTES_A_PILLOW_PIXEL * (height + first_height) * first_width
         taken = decoding + half_resized + BYTES_A_RESIZED_PIXEL * new_height * new_width
         around = len(self._rules.before) + len(self._rules.after)
         return Facts(taken, new_height * new_width // self._rules.token_side**2 + around)

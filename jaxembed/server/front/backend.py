@@ -28,8 +28,8 @@ from jaxembed.engine.future import WorkFuture
 from jaxembed.engine.host import HostEngine
 from jaxembed.engine.quota import REFUSAL_REASONS, Account, Quota
 from jaxembed.errors import JaxembedError, Overloaded
-from jaxembed.models.tokens import PackedTokens
 from jaxembed.observability.tracing import FutureTrace
+from jaxembed.preprocessing.images.parts import words_of
 from jaxembed.runtime.model import LoadedModel
 from jaxembed.server.access import identify
 from jaxembed.server.auth.keyring import ApiKey
@@ -358,7 +358,8 @@ class Backend:
         vocabulary = int(route.spec.config.get("vocab_size", 2**31))
         words, engine = 0, route.engine
         if not route.takes_texts and not isinstance(engine, HostEngine):
-            words = engine.workers[0].runner.planes - PackedTokens.PLANES
+            assert route.spec.image is not None
+            words = words_of(route.spec.image)
         work = frames.work_of(frame, vocabulary, words)
         if not frame.outputs or set(frame.outputs) - route.spec.widths.keys():
             raise ProtocolError("unknown outputs")
