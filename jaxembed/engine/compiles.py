@@ -2,10 +2,12 @@
 
 import atexit
 import logging
+import math
 import os
 import re
 import sys
 import threading
+import time
 import warnings
 import zlib
 from collections.abc import Sequence
@@ -42,6 +44,7 @@ SAFE_FUSION: dict[str, str | bool] = {
 
 _starting = threading.Lock()  # held to start the threads, which is done once, and for `_compiling`
 _compiling: WeakSet[Future] = WeakSet()  # all programs that were not freed yet
+_ended_at = -math.inf  # time.monotonic() when the last program was compiled
 
 
 def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
@@ -71,6 +74,15 @@ def start_compiling(
         arguments["device_assignment"] = tuple(devices)
     queue.put((compiled, lowered, arguments))
     return compiled
+
+
+def idle_s() -> float:
+    """Return for how many seconds nothing has been compiled; 0 while a program is compiled or waits
+    for it."""
+    with _starting:
+        if any(not compiled.done() for compiled in _compiling):
+            return 0.0
+    return time.monotonic() - _ended_at
 
 
 @cache
@@ -110,6 +122,7 @@ def _work(queue: SimpleQueue) -> None:
         niceness = max(os.getpriority(os.PRIO_PROCESS, thread), NICENESS)
         with suppress(OSError):  # a sandbox may forbid another priority
             os.setpriority(os.PRIO_PROCESS, thread, niceness)
+    global _ended_at
     while True:
         compiled, lowered, arguments = queue.get()
         if compiled.set_running_or_notify_cancel():
@@ -117,6 +130,7 @@ def _work(queue: SimpleQueue) -> None:
                 compiled.set_result(lowered.compile(**arguments))
             except BaseException as error:  # any error is raised in the thread that waits
                 compiled.set_exception(error)
+            _ended_at = time.monotonic()
         del compiled, lowered  # or the program would stay in memory until the next one
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from fakes import WAIT_S, SumRunner, encoding, sums, timed_costs, until
 
+from jaxembed.engine import compiles
 from jaxembed.engine.autotune import costs as costs_module
 from jaxembed.engine.autotune import timing as timing_module
 from jaxembed.engine.autotune.costs import BucketCosts
@@ -101,6 +102,40 @@ def test_a_bucket_that_was_timed_is_timed_again_now_and_then(monkeypatch):
         before = len(runner.timed)
         until(lambda: {SMALL, LARGE} <= set(runner.timed[before:]))
         assert bench.done == [1]
+
+
+def test_no_bucket_is_timed_while_a_program_is_compiled(monkeypatch):
+    looked, idle_s = threading.Semaphore(0), [0.0]
+
+    def looking() -> float:
+        looked.release()
+        return idle_s[0]
+
+    monkeypatch.setattr(timing_module.compiles, "idle_s", looking)
+    runner = SumRunner()
+    with Bench(runner) as bench:
+        for _ in range(3):
+            assert looked.acquire(timeout=WAIT_S)
+        assert not runner.timed
+        idle_s[0] = 60.0
+        assert bench.timer.timed.wait(WAIT_S)
+
+
+def test_a_program_is_compiled_from_its_start_to_its_end():
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Lowered:
+        def compile(self, **_):
+            begun.set()
+            assert go_on.wait(WAIT_S)
+
+    compiled = compiles.start_compiling(Lowered(), {})
+    assert compiles.idle_s() == 0.0
+    assert begun.wait(WAIT_S)
+    assert compiles.idle_s() == 0.0
+    go_on.set()
+    compiled.result()
+    until(lambda: compiles.idle_s() > 0.0)
 
 
 def test_what_comes_waits_for_one_run_at_most():

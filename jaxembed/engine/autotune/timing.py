@@ -12,6 +12,7 @@ from threading import Barrier, Thread
 import numpy as np
 
 from jaxembed import memory
+from jaxembed.engine import compiles
 from jaxembed.engine.autotune.costs import BucketCosts
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.replica import Runner
@@ -27,6 +28,9 @@ MAX_RUNS = 16  # largest number of runs of a timing
 SEGMENT = 20  # tokens of a sequence in a timed bucket: not aligned to tiles of 16, like real ones
 LULL = 4.0  # before a run, the device must have been idle for this multiple of its cost
 SHORTEST_LULL_S = 0.02  # the device must have been idle for at least this long
+# and nothing may have been compiled for this long. While the text encoder of CLIP was compiled, the
+# buckets of its image encoder took twice their time, and images were computed one by one.
+COMPILE_LULL_S = 0.5
 LOOK_S = 0.05  # seconds between two checks whether the device is idle
 # The urgency with which a run waits for the device: after all requests while the device is idle, or
 # before all bulk work.
@@ -39,10 +43,10 @@ class BucketTimer:
     """Times the buckets of one engine on one device, in a thread.
 
     A timing is the mean of several runs. A run starts only after the device has been idle for
-    several times as long as the run takes. After each run the device is free again, so that a
-    request waits for one run at most. A timing that is interrupted or hangs is dropped. While only
-    bulk work runs (`is_bulk_alone`), the device is not idle, and timings take a hundredth of the
-    time.
+    several times as long as the run takes, and while the process compiles nothing. After a run
+    the device is free again, so that a request waits for one run at most. A timing that is
+    interrupted or hangs is dropped. While only bulk work runs (`is_bulk_alone`), the device is not
+    idle, and timings take a hundredth of the time.
 
     When every bucket has enough timings for its cost, `on_timed` is called and `timed` is set.
     After that, one bucket is timed again every AGAIN_S seconds. Each run is made within the context
@@ -121,7 +125,8 @@ class BucketTimer:
             expected_s = self._costs.usable.get(bucket, 0.0) / 1000
             with self._lock:
                 is_bulk_alone = self._is_bulk_alone()
-            if self._scheduler.idle_s > max(LULL * expected_s, SHORTEST_LULL_S):
+            lull_s = max(LULL * expected_s, SHORTEST_LULL_S)
+            if self._scheduler.idle_s > lull_s and compiles.idle_s() > COMPILE_LULL_S:
                 urgency = WHILE_IDLE  # the run will probably end before the next request comes
             elif is_bulk_alone and time.monotonic() > self._beside_bulk_at:
                 urgency = BESIDE_BULK
