@@ -266,7 +266,8 @@ def test_every_architecture_and_converter_has_a_golden():
     sources = (read(file).get("source/config.json") for file in FILES)
     configs = [json.loads(source.item()) for source in sources if source is not None]
     converters = {CONVERTERS[config["model_type"]] for config in configs}
-    assert converters == set(CONVERTERS.values())
+    # jina-embeddings-v4 has a model of its own in test_jina_v4
+    assert converters | {"converters.families.jina_v4"} == set(CONVERTERS.values())
     backbones = {family_of_type(kind).architecture for kind in CONVERTERS}
     # test_dual has CLIP's in numpy; those of pages are made of it, and of Qwen3's or ModernBERT's
     assert backbones | {"clip", "pages", "modernbert_pages"} == set(ARCHITECTURES)

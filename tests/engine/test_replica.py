@@ -167,13 +167,14 @@ def test_packed_parameters_give_what_unpacked_ones_do(name):
     packed, unpacked = (replica_with(spec, "bfloat16", native) for native in (True, False))
     assert (packed.alignment, unpacked.alignment) == (16, 1)
     wanted = vectors_of(unpacked, Bucket(2, 32))
-    # Rows that are no multiple of 16, nor are the four patches of each token: products are the
-    # kernels', attention is XLA's.
+    # In rows that are no multiple of 16, nor are the four patches of each token, attention is the
+    # kernels' too, in padded rows, but with a bias by distance it is XLA's.
     like_bert = spec.architecture in ("bert", "deberta")
     joins = like_bert and not spec.config.get("residual_norm")  # all that follows attention
     products = {"linear"} | ({"mlp"} if joins else set())
     attention = spec.architecture != "deberta"  # whose attention is always XLA's
-    for bucket, attends in ((Bucket(2, 32), attention), (Bucket(2, 22), False)):
+    is_padded = attention and name not in ("mpnet", "jina_bert", "t5, gated")
+    for bucket, attends in ((Bucket(2, 32), attention), (Bucket(2, 22), is_padded)):
         assert_close(vectors_of(packed, bucket), wanted)
         calls = set(re.findall(r"jaxembed_(\w+)_bfloat16", packed.compiled(bucket).as_text()))
         assert any("attention" in call for call in calls) == attends
