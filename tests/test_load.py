@@ -21,8 +21,6 @@ from conftest import save_tiny
 from fakes import until
 from live_server import WAIT_S, served
 
-from jaxembed.engine.autotune.costs import TIMINGS
-
 pytestmark = pytest.mark.slow
 
 CONNECTIONS = 2000
@@ -80,14 +78,11 @@ async def wave(port: int, count: int = CONNECTIONS) -> Counter:
     return Counter(status for status, _ in answers)
 
 
-def test_each_of_2000_requests_is_answered_and_memory_stays_flat(start_server, grid_file):
+def test_each_of_2000_requests_is_answered_and_memory_stays_flat(start_server):
     flags = ("--max-queue-tokens", "2000", "--max-concurrent-requests", "200", "--warmup", "full")
     resident: list[int] = []
     with start_server(*flags) as server:
         until(lambda: server.get("/ready").status_code == 200)
-        # the runs that time buckets take memory for the first time too
-        timings = TIMINGS * len(json.loads(grid_file.read_text())["buckets"])
-        until(lambda: server.metric("jaxembed_bucket_timings") >= timings)
         # a leak grows with every wave; what the allocator keeps may grow by a step, once
         while len(resident) < 3 or (len(resident) < 12 and resident[-1] > 1.05 * resident[-3]):
             statuses = asyncio.run(wave(server.port))

@@ -28,8 +28,8 @@ MAX_RUNS = 16  # largest number of runs of a timing
 SEGMENT = 20  # tokens of a sequence in a timed bucket: not aligned to tiles of 16, like real ones
 LULL = 4.0  # before a run, the device must have been idle for this multiple of its cost
 SHORTEST_LULL_S = 0.02  # the device must have been idle for at least this long
-# and nothing may have been compiled for this long. While the text encoder of CLIP was compiled, the
-# buckets of its image encoder took twice their time, and images were computed one by one.
+# and nothing may have been compiled for this long: compilations take cores, so that timings of
+# large buckets are too long
 COMPILE_LULL_S = 0.5
 LOOK_S = 0.05  # seconds between two checks whether the device is idle
 # The urgency with which a run waits for the device: after all requests while the device is idle, or
