@@ -233,7 +233,7 @@ class BertLayer(nnx.Module):
                 up,
                 (*down, *self.mlp_norm.parameters),
                 self.mlp_norm.eps,
-                gate=mlp.activation if mlp.gated else None,
+                end=f"gated_{mlp.activation}" if mlp.gated else mlp.activation,
                 adapters={name: linear.native_adapters for name, linear in linears.items()},
             )
         attended = self.attention_norm.norm_of_sum(hidden, self.attention.out, mixed)
@@ -247,7 +247,9 @@ class BertLayer(nnx.Module):
         """Return whether a single native call computes all that follows the attention."""
         up = (mlp.gate_up if mlp.gated else mlp.up).kernel[...]
         supports_up = (
-            native.supports_gated(up, mlp.activation) if mlp.gated else mlp.activation == "gelu"
+            native.supports_gated(up, mlp.activation)
+            if mlp.gated
+            else mlp.activation in native.EPILOGUES
         )
         supports = supports_up and native.supports_mlp(
             self.attention.out.kernel[...], up, mlp.down.kernel[...]

@@ -164,13 +164,15 @@ class Linear(nnx.Module):
         round its operands anyway. `activation` is a name in ACTIVATIONS.
         """
         kernel, bias = self.parameters
-        native_gelu = activation == "gelu" and is_native("gelu")
-        if native.is_packed(kernel) and (native_gelu or activation == "identity"):
+        end = "linear" if activation == "identity" else activation
+        if native.is_packed(kernel) and (
+            end == "linear" or (end in native.EPILOGUES and is_native(end))
+        ):
             return native.linear(
                 x,
                 kernel,
                 bias,
-                "gelu" if native_gelu else "linear",
+                end,
                 dtype=str(kernel.dtype),
                 adapters=self.native_adapters,
             )

@@ -10,9 +10,11 @@ from jaxembed.models import attention
 from jaxembed.models.attention import (
     EVERYTHING,
     AttentionMask,
+    ByNative,
     attend,
     attend_joint,
     by_native,
+    by_xla,
     using,
 )
 from jaxembed.models.layers import BiasByDistance
@@ -258,3 +260,23 @@ def test_scores_of_long_rows_never_stand_in_memory_at_once(length):
         str(jax.make_jaxpr(lambda *x: attend(*x[:4], bias=x[4]))(*[heads] * 3, segments, bias)),
     ):
         assert (f"4,{length},{length}" in text) == (length <= attention.WHOLE_SCORES)
+
+
+@pytest.mark.parametrize(("length", "width"), [(50, 32), (64, 80), (50, 72)])
+@pytest.mark.parametrize(
+    "attention_mask", [EVERYTHING, AttentionMask(causal=True, reach=5), AttentionMask(cap=3.0)]
+)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_padded_native_attention_is_that_of_xla(
+    native_kernels, length, width, attention_mask, has_bias
+):
+    draw = np.random.default_rng(0)
+    segments = jnp.asarray([[1] * 20 + [2] * 23 + [0] * (length - 43)])
+    query, key, value = (
+        jnp.asarray(x, jnp.float32) for x in draw.standard_normal((3, 1, length, 4, width))
+    )
+    bias = jnp.asarray(draw.standard_normal((4, 2 * length - 1)), jnp.float32) if has_bias else None
+    operands = query, key, value, segments, attention_mask, bias
+    got = jax.jit(lambda: ByNative(dtype="float32")(*operands))()
+    real = np.asarray(segments) != 0
+    np.testing.assert_allclose(got[real], by_xla(*operands)[real], atol=2e-6)

@@ -162,14 +162,15 @@ def make_attention(dtype: str, groups: int = 0) -> None:
 
 
 def make_mlps(dtype: str, groups: int = 0) -> None:
-    """`mlp` gated and not, with adapters and without. Threads share the columns of the last."""
+    """`mlp` with each activation, with adapters and without. Threads share the columns of the
+    last."""
     dim, narrow = (128, 192) if groups else (64, 224)
     for rows, length, width in ((1, 7, narrow), (3, 48, narrow), (1, 40, 960)):
         hidden = single(rows, length, dim)
         out = weight(dim, dim, dtype, min(groups, 2)), *(single(dim),) * 3
         down = weight(width, dim, dtype, groups), *(single(dim),) * 3
-        for gate in (None, "gelu", "silu", "gelu_tanh"):
-            columns = 2 * width if gate else width
+        for end in native.EPILOGUES[2:]:
+            columns = 2 * width if end.startswith("gated") else width
             few = {
                 name: adapters(rows, length, *shape, dtype)
                 for name, shape in {
@@ -180,7 +181,7 @@ def make_mlps(dtype: str, groups: int = 0) -> None:
             }
             for some in (None, few, {"down": few["down"]}):
                 up = weight(dim, columns, dtype, min(groups, 1)), single(columns)
-                native.mlp(hidden.astype(dtype), hidden, out, up, down, 1e-6, gate, some)
+                native.mlp(hidden.astype(dtype), hidden, out, up, down, 1e-6, end, some)
 
 
 @dataclass(frozen=True)

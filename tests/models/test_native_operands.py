@@ -218,11 +218,10 @@ def test_attributes_that_are_missing_or_unknown_or_of_another_type_are_refused(m
 @pytest.mark.parametrize(
     ("call", "name", "value"),
     [
-        ("linear", "mode", np.int64(len(native.EPILOGUES))),
+        ("linear", "mode", np.int64(native.ADAPTS["out"])),
         ("mlp", "mode", np.int64(native.EPILOGUES.index("norm"))),
         ("attention", "mode", np.int64(native.ROTATED)),
         ("self_attention", "mode", np.int64(4)),
-        ("linear", "mode", np.int64(native.ADAPTED + len(native.EPILOGUES))),
         ("joint_attention", "mode", np.int64(native.ADAPTED)),
         ("attention", "cap", np.float32(-1)),
         ("linear with a norm", "eps", np.float32(np.nan)),

@@ -306,9 +306,8 @@ def _linear_in_xla(call: native.NativeCall, args: Operands) -> Array:
         return norm.norm_of_sum(args["residual"], linear, args["x"])
     if call.name.startswith(GATED):
         return _gated(linear(args["x"]), call.name).astype(call.dtype)
-    return ACTIVATIONS["gelu" if call.name == "gelu" else "identity"](linear(args["x"])).astype(
-        call.dtype
-    )
+    activation = ACTIVATIONS["identity" if call.name == "linear" else call.name]
+    return activation(linear(args["x"])).astype(call.dtype)
 
 
 def _joint_attention_in_xla(call: native.NativeCall, args: Operands) -> Array:
@@ -337,7 +336,7 @@ def _mlp_in_xla(call: native.NativeCall, args: Operands) -> Array:
         _layer_norm(args[f"{name}_scale"], args[f"{name}_shift"], eps) for name in ("out", "down")
     )
     hidden = first.norm_of_sum(args["hidden"], out, args["mixed"])
-    inner = _gated(up(hidden), end) if end.startswith(GATED) else up.apply_rounded(hidden, "gelu")
+    inner = _gated(up(hidden), end) if end.startswith(GATED) else up.apply_rounded(hidden, end)
     return second.norm_of_sum(hidden, down, inner)
 
 

@@ -46,7 +46,10 @@ Joint = Float[Array, "rows length three heads width"]
 Panels = Float[Array, "columns steps two units lanes unit"] | QuantizedWeight
 
 # What the kernel `linear` computes after its product, by mode. Trials of kernels use these names.
-EPILOGUES = ("linear", "norm", "gelu", "gated_gelu", "gated_silu", "gated_gelu_tanh")
+EPILOGUES = (
+    *("linear", "norm", "gelu", "gelu_tanh", "quick_gelu"),
+    *("gated_gelu", "gated_silu", "gated_gelu_tanh"),
+)
 # Bits of the attribute `mode` of a call, which say which optional operands the call has.
 BIASED, ROTATED = 1, 2  # in attention kernels: a bias by distance, and cosines and sines
 ADAPTED = 8  # in any kernel: adapters
@@ -225,7 +228,8 @@ def linear(
     `kernel` is the packed weight; a `bias` of None means zeros. `x` has the dtype of the weight, or
     is float32, which the kernel rounds to that dtype; `dtype` is one of the two as well. Sums are
     float32, and include the product of the `adapters`. `end` is one of EPILOGUES: "linear" adds no
-    operation; "gelu" is the exact GELU; "gated_NAME" returns NAME(gate) * up, where NAME is an
+    operation; "gelu" is the exact GELU, as in models.layers.ACTIVATIONS, and so are "gelu_tanh" and
+    "quick_gelu"; "gated_NAME" returns NAME(gate) * up, where NAME is an
     activation, and gate and up are the two halves of the columns (the weight must satisfy
     `supports_gated`); "norm" is the layer norm of residual + x . weight + bias, with
     `norm` = (residual, scale, shift, epsilon).
@@ -388,19 +392,18 @@ def mlp(
     up: tuple[Any, ...],
     down: tuple[Any, ...],
     eps: float,
-    gate: str | None = None,
+    end: str = "gelu",
     adapters: Mapping[str, AdapterOperands | None] | None = None,
 ) -> Float[Array, "rows length dim"]:
     """Compute the rest of a BERT layer after attention, in one call.
 
-    The result is norm(h + gelu(h . up) . down), where h = norm(hidden + mixed . out). `mixed` is
-    the result of attention, of the dtype of the weights. `up` is (packed weight, bias or None);
-    `out` and `down` also hold the scale and the shift of the norm that follows. If `gate` is the
-    name of an activation, the MLP is gated: gelu(h . up) becomes gate(a) * b, where a and b are the
-    two halves of h . up. The keys of `adapters` are the names of the products: "out", "up" or
+    The result is norm(h + end(h . up) . down), where h = norm(hidden + mixed . out). `mixed` is the
+    result of attention, of the dtype of the weights. `up` is (packed weight, bias or None); `out`
+    and `down` also hold the scale and the shift of the norm that follows. `end` is one of EPILOGUES
+    but "linear" and "norm". The keys of `adapters` are the names of the products: "out", "up" or
     "down".
     """
-    mode = EPILOGUES.index("gelu" if gate is None else f"gated_{gate}")
+    mode = EPILOGUES.index(end)
     operands = {"mixed": mixed, "hidden": hidden}
     for name, (kernel, *parameters) in (("out", out), ("up", up), ("down", down)):
         weight, quantized_bit = _weight_operands(kernel, f"{name}_")

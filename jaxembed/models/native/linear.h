@@ -2,6 +2,7 @@
 #pragma once
 
 #include <stdatomic.h>
+#include <unistd.h>
 
 #include "adapters.h"
 #include "numbers.h"
@@ -10,9 +11,20 @@
 #include "scratch.h"
 
 enum { CHUNK = 768 / sizeof(element) };  // features of a panel that stay in the first-level cache
-// What follows the product. NORM: layer norm of the sum with `residual`. GATED: the weight has twice
-// the columns, and the first half, activated, is multiplied with the second half.
-enum { PLAIN, NORM, GELU, GATED_GELU, GATED_SILU, GATED_GELU_TANH, MODES };
+// What follows the product. NORM: layer norm of the sum with `residual`. GELU and the next two: this
+// activation. GATED: the weight has twice the columns, and the first half, activated, is multiplied
+// with the second half.
+enum {
+  PLAIN,
+  NORM,
+  GELU,
+  GELU_TANH,
+  QUICK_GELU,
+  GATED_GELU,
+  GATED_SILU,
+  GATED_GELU_TANH,
+  MODES
+};
 
 // Blocks of nearly equal numbers of rows.
 typedef struct {
@@ -183,14 +195,23 @@ static void lay_out(const Linear* l, Rows rows, int x_in_tiles, const Laid* laid
                 sums);
 }
 
-// What 16 columns of a gated product are multiplied with: the sums of their gate, activated.
-static inline vec gate_of(const Linear* l, const float* sums, const float* bias) {
-  const vec x = v_add(v_load(sums), v_load(bias));
-  if (l->mode == GATED_SILU) return silu_vector(x);
-  return l->mode == GATED_GELU_TANH ? gelu_tanh_vector(x) : gelu_vector(x);
+// Apply the activation of a mode.
+static inline vec activated(int mode, vec x) {
+  switch (mode) {
+    case GATED_SILU: return silu_vector(x);
+    case QUICK_GELU: return quick_gelu_vector(x);
+    case GELU_TANH:
+    case GATED_GELU_TANH: return gelu_tanh_vector(x);
+    default: return gelu_vector(x);
+  }
 }
 
-// Add bias and residual, apply GELU, or multiply with `gates`, the sums of 32 columns, and store
+// What 16 columns of a gated product are multiplied with: the sums of their gate, activated.
+static inline vec gate_of(const Linear* l, const float* sums, const float* bias) {
+  return activated(l->mode, v_add(v_load(sums), v_load(bias)));
+}
+
+// Add bias and residual, activate, or multiply with `gates`, the sums of 32 columns, and store
 // them in y, for at most 32 rows from number `first` of `rows` on. Only a gated product has gates.
 static inline void finish_columns(const Linear* l, Rows rows, int64_t first, int64_t column,
                                   const float* sums, const float* gates) {
@@ -203,8 +224,8 @@ static inline void finish_columns(const Linear* l, Rows rows, int64_t first, int
     if (gates) {
       low = v_mul(low, gate_of(l, gates + i * PANEL, of_gates));
       high = v_mul(high, gate_of(l, gates + i * PANEL + TILE, of_gates + TILE));
-    } else if (l->mode == GELU) {
-      low = gelu_vector(low), high = gelu_vector(high);
+    } else if (l->mode >= GELU) {
+      low = activated(l->mode, low), high = activated(l->mode, high);
     } else if (l->mode == NORM) {
       low = v_add(low, v_load(l->residual + at));
       high = v_add(high, v_load(l->residual + at + TILE));
@@ -293,15 +314,26 @@ static int linear_item(const void* arguments, int64_t item, int64_t before) {
   return 0;
 }
 
-enum {
-  MOST_SHARED = 64,       // with more blocks than this, threads do not share a block's columns
-  BLOCK_BYTES = 1 << 18,  // of a block of rows of x
-};
+enum { MOST_SHARED = 64 };  // with more blocks than this, threads do not share a block's columns
 
-// Divide a linear layer into items for some threads, and return their number. A block stays in the
-// second-level cache. With few blocks, threads share the columns of each.
+// The bytes of a block of rows of x: the size of the second-level cache, if it is known. The weight
+// is read once for each block.
+static int64_t block_bytes(void) {
+  static _Atomic int64_t bytes;  // asking takes long in virtual machines
+  if (!bytes) {
+    int64_t size = 0;
+#ifdef _SC_LEVEL2_CACHE_SIZE
+    size = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#endif
+    bytes = max64(size, 1 << 18);
+  }
+  return bytes;
+}
+
+// Divide a linear layer into items for some threads, and return their number. With few blocks,
+// threads share the columns of each.
 static int64_t divide_into_items(Linear* l, int64_t threads, atomic_int unfinished[MOST_SHARED]) {
-  const int64_t in_cache = BLOCK_BYTES / (int64_t)sizeof(element) / l->k / PANEL * PANEL;
+  const int64_t in_cache = block_bytes() / (int64_t)sizeof(element) / l->k / PANEL * PANEL;
   l->blocks = even_blocks(l->rows, max64(PANEL, min64(128, in_cache)), threads);
   const int64_t blocks = l->blocks.count;
   l->columns = l->n;

@@ -174,8 +174,13 @@ static inline vec gelu_tanh_vector(vec x) {
   return v_fma(half, tanh_vector(inner), half);
 }
 
-// SiLU, x / (1 + e^-x).
-static inline vec silu_vector(vec x) {
-  vec power = exp2_vector(v_mul(x, v_all(-1.4426950408889634f)));
+// x / (1 + e^(-scale * x)).
+static inline vec swish_vector(vec x, float scale) {
+  vec power = exp2_vector(v_mul(x, v_all(-1.4426950408889634f * scale)));
   return v_div(x, v_add(v_all(1.0f), power));
 }
+
+static inline vec silu_vector(vec x) { return swish_vector(x, 1.0f); }
+
+// GELU by a sigmoid.
+static inline vec quick_gelu_vector(vec x) { return swish_vector(x, 1.702f); }
