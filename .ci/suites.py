@@ -104,6 +104,7 @@ TABLE: dict[str, list[str]] = {
             *("mpnet", "qwen2", "qwen3", "rope"),
         )
     },
+    "converters/*/dse.py": ["numerics", "parity dse"],
     "converters/*/gme.py": ["numerics", "parity gme"],
     "converters/*/jina_v4.py": ["numerics", "parity jina_v4"],
     "converters/families/nomic_bert.py": ["numerics", "parity nomic_bert nomic_moe"],

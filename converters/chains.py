@@ -35,6 +35,7 @@ from converters.tokenizers.framed import FramedTokenizer
 from converters.vision.dual import refuse_options
 from jaxembed.checkpoints import checkpoint
 from jaxembed.checkpoints.source import adapter_folders
+from jaxembed.data.spec import ModelSpec
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models import position_limit, tower_class
 
@@ -165,16 +166,8 @@ def _tower_outline(source: Path, options: Options, route: str) -> Outline:
     if use == EMBEDDER:
         layout = with_token_heads(source, layout, hf, config["hidden_size"], family, text)
     spec = msgspec.structs.replace(spec, heads=layout.heads, max_input_tokens=limit)
-    if family.prompts is not None:
-        prompts, default = family.prompts
-        spec = msgspec.structs.replace(
-            spec,
-            prompts={**prompts, **spec.prompts},
-            default_prompt_name=spec.default_prompt_name or default,
-        )
-    if use == EMBEDDER and family.chat is not None:
-        framed = FramedTokenizer(backbone, config["vocab_size"])
-        spec, text = with_chat(spec, framed, backbone, *family.chat)
+    if use == EMBEDDER:
+        spec, text = _with_texts(family, hf, spec, text, backbone)
     if spec.image is not None:
         check_image_tokens(spec)
     if tokenization is not None:
@@ -189,6 +182,27 @@ def _tower_outline(source: Path, options: Options, route: str) -> Outline:
     adapters = {**tasks, **options.adapters}
     in_one = tuple(tasks) if {*tasks.values()} == {folder / ADAPTERS} else ()
     return with_adapters(model, adapters, in_one) if adapters or built_in else model
+
+
+def _with_texts(
+    family: Family, hf: dict[str, Any], spec: ModelSpec, text: bytes, backbone: Path
+) -> tuple[ModelSpec, bytes]:
+    """Return the spec of an embedder with the prompts and the chat template of the family's code,
+    and the tokenizer.json `text` with what this code puts around texts."""
+    prompts, default = spec.prompts, spec.default_prompt_name
+    if family.prompts is not None:
+        own, own_default = family.prompts
+        # with a frame, the prompts of the files would repeat what it puts around texts
+        prompts = own if family.frame else {**own, **prompts}
+        default = own_default if family.frame else default or own_default
+        spec = msgspec.structs.replace(spec, prompts=prompts, default_prompt_name=default)
+    if family.chat is None and family.frame is None:
+        return spec, text
+    framed = FramedTokenizer(backbone, spec.config["vocab_size"])
+    if family.chat is not None:
+        return with_chat(spec, framed, backbone, *family.chat)
+    assert family.frame is not None
+    return spec, framed.framed(*family.frame(hf), prompt=prompts[default] if default else "")
 
 
 def _checked(folder: Path, config: dict[str, Any], architecture: str) -> dict[str, Any]:
@@ -231,7 +245,7 @@ def _family(backbone: Path) -> tuple[Family, dict[str, Any]]:
     Raises CheckpointError if there is no config.json, and UnsupportedModel for an unknown
     model_type or class, and for weights quantized in an unknown way.
     """
-    hf = heads.read_optional_json(backbone / "config.json")
+    hf = heads.model_config(backbone)
     if not hf and (backbone / checkpoint.MANIFEST).is_file():
         raise CheckpointError(
             f"{backbone} is an incomplete checkpoint: it has {checkpoint.MANIFEST} but not "
@@ -248,6 +262,12 @@ def _family(backbone: Path) -> tuple[Family, dict[str, Any]]:
     scorers = (*family.classifiers, *family.token_classifiers, *family.generators)
     classes = (*family.classes, *scorers, *family.listwise, late_interaction.STANFORD)
     for architecture in hf.get("architectures") or ():
+        if architecture == heads.CODED_CLASS and architecture not in classes:
+            names = ", ".join(name for name, _ in heads.README_CODES.values())
+            raise UnsupportedModel(
+                f"{backbone}: {architecture} does not say how the model embeds; supported are "
+                f"models with {names} in the name of their folder, or with their README.md in it"
+            )
         refuse_unknown("architecture", architecture, classes)
     scheme_of(hf)  # raises for what is not supported
     return family, family.completed(hf, backbone)
@@ -341,7 +361,7 @@ def _folders_read(source: Path) -> list[str]:
         if static.holds_static(source, route):
             folders.append(inside)
             continue
-        hf = heads.read_optional_json(source / inside / "config.json", CONFIG_FIELDS)
+        hf = heads.model_config(source / inside, CONFIG_FIELDS)
         if hf.get("model_type") in list(CONVERTERS):  # a list: model_type may be unhashable
             tasks = _task_folders(source / inside, family_of(hf), hf)
             folders += [str(folder.relative_to(source)) for folder in tasks.values()]

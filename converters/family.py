@@ -1,7 +1,7 @@
 """Defines a family of models: all that the converter does differently from family to family. Finds
 the family of a config, whose module is imported when it is needed."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -113,6 +113,8 @@ class Family(TensorRules):
     # for embedders that put texts into their chat template: the system message of a text without a
     # prompt, and the text that stands for an empty one; and the template if the model's code has it
     chat: tuple[str, str] | tuple[str, str, str] | None = None
+    # for embedders whose code puts fixed texts around each text: hf -> those before and after it
+    frame: Callable[[Fields], tuple[str, str]] | None = None
     # for models of images beside texts: a module with the function `images`, hf and the model's
     # folder -> Images; and a pattern of the image encoder's tensors, which other uses ignore
     images: tuple[str, str] | None = None
@@ -155,9 +157,9 @@ CONVERTERS: dict[str, str] = {
 
 # Families whose configs have the model_type of another family, by this model_type.
 VARIANTS = {
-    "bert": "converters.families.jina_bert",
-    "qwen2_vl": "converters.families.gme",
-    "xlm-roberta": "converters.families.jina",
+    "bert": ("converters.families.jina_bert",),
+    "qwen2_vl": ("converters.families.gme", "converters.families.dse"),
+    "xlm-roberta": ("converters.families.jina",),
 }
 
 
@@ -169,8 +171,6 @@ def family_of_type(kind: str) -> Family:
 def family_of(hf: dict[str, Any]) -> Family:
     """Return the family of a config whose model_type is in CONVERTERS: a variant or its own."""
     kind = hf["model_type"]
-    if kind in VARIANTS:
-        variant: Family = import_module(VARIANTS[kind]).FAMILY
-        if variant.is_variant(hf):
-            return variant
-    return family_of_type(kind)
+    variants: Iterable[Family] = (import_module(one).FAMILY for one in VARIANTS.get(kind, ()))
+    own = next((variant for variant in variants if variant.is_variant(hf)), None)
+    return own or family_of_type(kind)

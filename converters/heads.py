@@ -88,9 +88,19 @@ OWN_MODULES: dict[tuple[str, str], dict[str, dict[str, Any] | None]] = {
     ): {"transformer": None},
     ("st_quantize.FlexibleQuantizer", "modeling.PPLXQwen3Model"): {"tanh": {}},
 }
+# Models of a class of transformers that only code in README.md makes embedders: the class, words
+# that every such README.md has, and by a name for the code, part of the models' names and words.
+CODED_CLASS = "Qwen2VLForConditionalGeneration"
+PAGE = "What is shown in this image?"
+README_CODES = {
+    "readme.DSE": ("dse-qwen2", "max_pixels = 2560*28*28"),
+    "readme.MCDSE": ("mcdse", "max_pixels = 960 * 28 * 28"),
+    "readme.VDR": ("vdr-2b", "vdr-2b"),
+}
 # The pooling in a model's own code, which also normalises, if modules.json does not list modules of
 # sentence-transformers.
 OWN_POOLINGS: dict[str, Pooling] = {
+    **dict.fromkeys(README_CODES, "lasttoken"),
     "modeling_gme_qwen2vl.GmeQwen2VL": "lasttoken",
     "modeling_jina_embeddings_v4.JinaEmbeddingsV4Model": "mean",
     "modeling_jina_embeddings_v5.JinaEmbeddingsV5Model": "lasttoken",
@@ -534,9 +544,29 @@ def _modules(path: Path, type_name: str, folder: str) -> list[ModuleEntry]:
     return [ModuleEntry(name, folder)]
 
 
+def model_config(folder: Path, types: Mapping[str, FieldType] | None = None) -> dict[str, Any]:
+    """Return the content of config.json; empty without the file. If only code in README.md makes
+    the model an embedder, auto_map names this code, by its key in README_CODES. `types` and the
+    errors are those of `read_optional_json`."""
+    hf = read_optional_json(folder / "config.json", types)
+    if hf.get("architectures") == [CODED_CLASS] and not hf.get("auto_map"):
+        for code, (name, words) in README_CODES.items():
+            if is_published(folder, [folder.name], name, (PAGE, words)):
+                return hf | {"auto_map": {"AutoModel": code}}
+    return hf
+
+
+def is_published(source: Path, called: Sequence[str], name: str, words: Sequence[str]) -> bool:
+    """Return whether a model is one of those with `name` in their names: whether what it is
+    `called` contains it, or README.md in the folder `source` contains all of the `words`."""
+    readme = source / "README.md"
+    text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
+    return any(name in one.lower() for one in called) or all(part in text for part in words)
+
+
 def _own_code(source: Path) -> str:
     """Return the class of the model's own code in the folder `source`; "" if it has none."""
-    codes = read_optional_json(source / "config.json").get("auto_map")
+    codes = model_config(source).get("auto_map")
     return str(codes.get("AutoModel", "")) if isinstance(codes, dict) else ""
 
 

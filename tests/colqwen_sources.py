@@ -1,5 +1,4 @@
-"""Tiny ColQwen2, ColQwen2.5 and BiQwen models, jina-embeddings-v4 and GME-Qwen2-VL, and a tokenizer
-with Qwen's special tokens."""
+"""Tiny models of Qwen2-VL and Qwen2.5-VL, and a tokenizer with Qwen's special tokens."""
 
 from math import prod
 from pathlib import Path
@@ -19,11 +18,11 @@ from sources import (
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 KINDS = ("qwen2_vl", "qwen2_5_vl")
-_NAMES = ("endoftext", "im_start", "im_end", "vision_start", "vision_end", "image_pad")
+_NAMES = ("endoftext", "im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
 SPECIAL = [f"<|{name}|>" for name in _NAMES]
 PATCH, SIDE = 14, 28  # pixels on a side of a patch and of a token
 VOCAB, WIDTH, SPACE = 256 + len(SPECIAL), 64, 32
-IMAGE_ID = VOCAB - 1
+IMAGE_ID = VOCAB - 2
 _ROPE = {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": [4, 6, 6]}
 TEXT = sized(WIDTH, 2, 2, 96, vocab_size=VOCAB, num_key_value_heads=1, initializer_range=0.2)
 TEXT |= {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_parameters": _ROPE}
@@ -171,6 +170,25 @@ def write_jina_v4(folder: Path, **config: Any) -> Path:
     lora = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "bias": "none"}
     write_json(folder / "adapters" / "adapter_config.json", lora)
     save_file(adapters, folder / "adapters" / "adapter_model.safetensors")
+    return folder
+
+
+DSE_README = "max_pixels = 2560*28*28\n'What is shown in this image?'"
+MCDSE_README = DSE_README.replace("2560*28*28", "960 * 28 * 28")
+
+
+def write_dse(folder: Path, readme: str = DSE_README, **config: Any) -> Path:
+    """DSE-Qwen2 as published, or mcdse with its README.md. `config` changes the model's config."""
+    write_gme(folder)
+    own = vlm_config("qwen2_vl") | {
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "text_config": TEXT | {"max_position_embeddings": 256},
+        "vision_start_token_id": IMAGE_ID - 2,
+        "vision_end_token_id": IMAGE_ID - 1,
+    }
+    write_json(folder / "config.json", own | config)
+    (folder / "modules.json").unlink()
+    (folder / "README.md").write_text(readme)
     return folder
 
 

@@ -1,5 +1,6 @@
 """Converts the image encoder of jina-embeddings-v4, on Qwen2.5-VL; how its images are prepared."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ import msgspec
 from converters.family import Images
 from converters.tokenizers.framed import FramedTokenizer
 from converters.vision import qwen_vl
-from jaxembed.errors import CheckpointError
 
 # From the authors' modeling_jina_embeddings_v4.py.
 BEFORE_IMAGE = "<|im_start|>user\n<|vision_start|>"
@@ -20,11 +20,5 @@ def images(hf: dict[str, Any], folder: Path) -> Images:
     text_config. Raises UnsupportedModel and CheckpointError."""
     found = qwen_vl.encoder_of(hf, folder)
     tokenizer = FramedTokenizer(folder, hf["vocab_size"])
-    before, after = (tuple(tokenizer.ids(text)) for text in (BEFORE_IMAGE, AFTER_IMAGE))
-    if (before[-1:], after[:1]) != (found.image.before, found.image.after):
-        raise CheckpointError(
-            f"{folder}: its tokenizer gives {before} and {after} around an image; wanted the last "
-            f"and the first of them to be {found.image.before} and {found.image.after}"
-        )
-    rules = msgspec.structs.replace(found.image, before=before, after=after, pools_image=True)
-    return Images(found.config, found.rules, rules)
+    rules = qwen_vl.within_texts(found.image, tokenizer, BEFORE_IMAGE, AFTER_IMAGE)
+    return replace(found, image=msgspec.structs.replace(rules, pools_image=True))

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from converters.family import Images
+from converters.tokenizers.framed import FramedTokenizer
 from converters.vision.colqwen import (
     QWEN2_VL,
     QWEN3_VL,
@@ -17,6 +18,8 @@ from converters.vision.colqwen import (
     vision_rules,
 )
 from converters.vision.pages import read_part
+from jaxembed.data.spec import ImageRules
+from jaxembed.errors import CheckpointError
 
 # The ids of the tokens of an image, and before and after it.
 TOKEN_IDS = {
@@ -34,11 +37,16 @@ def images(hf: dict[str, Any], folder: Path) -> Images:
     """Return how the model in `folder` takes images, with the limits in TOKENS. `hf` is its
     config.json with the fields of its text_config. Raises UnsupportedModel and CheckpointError."""
     found = encoder_of(hf, folder)
-    assert found.image.area is not None
-    token = found.image.token_side**2
-    bounds = zip(found.image.area, TOKENS[hf["model_type"]], strict=True)
-    low, high = (min(pixels, tokens * token) for pixels, tokens in bounds)
-    return replace(found, image=msgspec.structs.replace(found.image, area=(low, high)))
+    return replace(found, image=limited(found.image, TOKENS[hf["model_type"]]))
+
+
+def limited(image: ImageRules, tokens: tuple[int, int]) -> ImageRules:
+    """Return the rules with limits of an image's tokens that are not above `tokens`, the minimum
+    and the maximum."""
+    assert image.area is not None
+    token = image.token_side**2
+    low, high = (min(*both) for both in zip(image.area, (token * n for n in tokens), strict=True))
+    return msgspec.structs.replace(image, area=(low, high))
 
 
 def encoder_of(hf: dict[str, Any], folder: Path) -> Images:
@@ -60,3 +68,17 @@ def encoder_of(hf: dict[str, Any], folder: Path) -> Images:
     )
     config = {"image_tower": "qwen_vision", "image": encoder, "image_token_id": image_id}
     return Images(config, tuple(vision_rules("visual", "tower.image")), rules)
+
+
+def within_texts(
+    image: ImageRules, tokenizer: FramedTokenizer, before: str, after: str
+) -> ImageRules:
+    """Return the rules for images with the text `before` and `after` each one. These must end and
+    begin with the tokens directly around an image. Raises CheckpointError otherwise."""
+    start, end = (tuple(tokenizer.ids(text)) for text in (before, after))
+    if (start[-1:], end[:1]) != (image.before, image.after):
+        raise CheckpointError(
+            f"the tokenizer gives {start} and {end} around an image; wanted the last and the first "
+            f"of them to be {image.before} and {image.after}"
+        )
+    return msgspec.structs.replace(image, before=start, after=end)

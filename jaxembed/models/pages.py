@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from jaxembed.models.clip import Clip, ClipConfig
-from jaxembed.models.layers import Linear, WordEmbeddings
+from jaxembed.models.layers import Embedding, Linear, WordEmbeddings
 from jaxembed.models.modernbert import ModernBert, ModernBertConfig
 from jaxembed.models.qwen3 import Qwen3, Qwen3Config
 from jaxembed.models.qwen_vision import QwenVision, QwenVisionConfig
@@ -38,6 +38,8 @@ class ImagesConfig:
 @dataclass(frozen=True)
 class PagesConfig(Qwen3Config, ImagesConfig):
     """The config of a decoder, and of its image encoder."""
+
+    blank_id: int | None = None  # the id of each of the BLANK_TOKENS tokens of a blank image
 
 
 @dataclass(frozen=True)
@@ -86,19 +88,58 @@ class _ReadsImages(nnx.Module):
         return [self.embeddings.normed(hidden), *later]
 
 
+BLANK_SIDE = 2  # tokens on a side of a blank image
+BLANK_TOKENS = BLANK_SIDE**2
+
+
 class Pages(_ReadsImages, Qwen3):
     """A decoder with an image encoder: maps packed tokens to the last hidden states, float32
-    `[rows, length, dim]`."""
+    `[rows, length, dim]`.
+
+    If the config has a `blank_id`, a sequence may have a blank image, tokens with this id. What the
+    image encoder computes for it is in the parameters, so it need not run for texts that have one.
+    """
 
     Config = PagesConfig
 
     def __init__(self, config: PagesConfig):
         Qwen3.__init__(self, config)
         self.add_images(config, config.hidden_size)
+        self.blank_id = config.blank_id
+        has_blank = config.blank_id is not None
+        self.blank = Embedding(BLANK_TOKENS, config.hidden_size) if has_blank else None
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
+        if self.blank is None:
+            hidden, *later = self.embed(tokens)
+            return self.run(hidden, tokens, later)
+        assert tokens.places is not None
+        is_blank, number, places = blanks(tokens, self.blank_id)
         hidden, *later = self.embed(tokens)
-        return self.run(hidden, tokens, later)
+        hidden = jnp.where(is_blank[:, :, None], self.blank(number), hidden)
+        return self.run(hidden, replace(tokens, places=tokens.places + places), later)
+
+
+def blanks(tokens: PackedTokens, blank_id: int | None) -> tuple[Array, Array, Array]:
+    """Return for each token whether it is one of a blank image, its number in it, and what is added
+    to its places: bool and int `[rows, length]`, and int `[rows, length, 3]`.
+
+    A sequence must have one blank image or none. Its tokens and those after it get the places of
+    `mrope_positions`.
+    """
+    is_blank = tokens.ids == blank_id
+    ones = is_blank.astype(jnp.int32)
+    count = jnp.cumsum(ones, axis=1)
+    first = jnp.arange(is_blank.shape[1])[None] - tokens.positions  # of the token's sequence
+    before = jnp.take_along_axis(count - ones, first, axis=1, mode="clip")
+    seen = count - before  # the blank tokens of the sequence, up to this one
+    number = jnp.clip(seen - 1, 0, BLANK_TOKENS - 1)
+    in_image = jnp.stack(
+        [jnp.zeros_like(number), number // BLANK_SIDE, number % BLANK_SIDE], axis=2
+    )
+    shift = jnp.where(seen > 0, BLANK_SIDE - BLANK_TOKENS, 0)[:, :, None]
+    places = jnp.where(is_blank[:, :, None], in_image - number[:, :, None], shift)
+    return is_blank, number, places
 
 
 class ModernBertPages(_ReadsImages, ModernBert):

@@ -150,11 +150,13 @@ class TextProcessor:
         has_types = spec.token_types and spec.config.get("type_vocab_size", 0) > 1
         self._has_types = has_types and any(sample.type_ids)
         self._dropped_id = spec.config.get("dropped_id")
-        self._image_id = None if spec.image is None else spec.image.token_id
+        # the ids of tokens that stand for parts of images, and how many of each a text may have
+        parts = {spec.image and spec.image.token_id, spec.config.get("blank_id")} - {None}
+        self._image_parts = {part: self.ids_around[0].count(part) for part in parts}
         # CLIP pools the state of the first end token, even if a text spells it
         ends_early = spec.architecture == "clip" and spec.pooling == ("lasttoken",)
         self._end_id = self.ids_around[1][-1] if ends_early and after else None
-        special_ids = {self._dropped_id, self._image_id, self._end_id}
+        special_ids = {self._dropped_id, *parts, self._end_id}
         self._special_ids = special_ids - {None}  # see `checked_text_ids`
         self._reads_whole = limit == NO_LIMIT  # the model reads whole texts and truncates none
         per_token = spec.config.get("characters_per_token")
@@ -177,6 +179,19 @@ class TextProcessor:
             reserved = max(reserved, self._pair_frame.reserved)
         if self._lists is not None:
             reserved = self._lists.reserved
+        self._check_limit(reserved)
+        self._default_prompt = default_prompt(config, spec)
+        self.default_prompt_name = default_prompt_name(config, spec)
+        # Jobs of `executor` run in parallel, so further threads within each job would only compete.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        self.executor = JobThreads(workers, "tokenize")
+        self._count = lru_cache(maxsize=64)(self._count_prompt)
+
+    def _check_limit(self, reserved: int) -> None:
+        """Raise ConfigError if the limit leaves no room for text beside `reserved` tokens, or does
+        not fit the length to which the model pads texts or extends queries."""
+        spec, limit = self._spec, self.limit
+        expansion = spec.interaction and spec.interaction.expansion
         if spec.filled is not None and limit != spec.filled.length:
             raise ConfigError(
                 f"the limit of an input is {limit} tokens, but this model pads every text to "
@@ -195,12 +210,6 @@ class TextProcessor:
                 f"--max-input-length is {limit}, which leaves no room for text beside the tokens "
                 f"that the model needs ({reserved})"
             )
-        self._default_prompt = default_prompt(config, spec)
-        self.default_prompt_name = default_prompt_name(config, spec)
-        # Jobs of `executor` run in parallel, so further threads within each job would only compete.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        self.executor = JobThreads(workers, "tokenize")
-        self._count = lru_cache(maxsize=64)(self._count_prompt)
 
     def prompt(self, prompt: str | None, prompt_name: str | None) -> str:
         """Return the text to put before each input: `prompt` if it is given, else the prompt with
@@ -660,12 +669,13 @@ class TextProcessor:
         """Return the ids of a text without the id that the model drops (`dropped_id`), and without
         what follows the end token of CLIP. Raises InvalidInput if the text contains the token that
         stands for a part of an image."""
-        if self._image_id is not None and (ids == self._image_id).any():
-            name = self._tokenizer.file.id_to_token(self._image_id)
-            raise InvalidInput(
-                f"the text contains {name!r}, the token that stands for a part of an image; spell "
-                "it in another way, and send images as images"
-            )
+        for part, allowed in self._image_parts.items():
+            if (count := np.count_nonzero(ids == part)) and count != allowed:
+                name = self._tokenizer.file.id_to_token(part)
+                raise InvalidInput(
+                    f"the text contains {name!r}, the token that stands for a part of an image; "
+                    "spell it in another way, and send images as images"
+                )
         if self._end_id is not None and (ends := np.flatnonzero(ids == self._end_id)).size:
             ids = ids[: ends[0] + 1]
         return ids if self._dropped_id is None else ids[ids != self._dropped_id]

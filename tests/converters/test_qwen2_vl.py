@@ -69,7 +69,7 @@ def test_limits_are_those_of_the_authors_code(tmp_path):
         (
             {"architectures": ["Qwen2VLForConditionalGeneration"]},
             UnsupportedModel,
-            "architecture 'Qwen2VLForConditionalGeneration' is not supported; known: JinaVLFor",
+            "Qwen2VLForConditionalGeneration does not say how the model embeds",
         ),
         ({"architectures": None}, UnsupportedModel, r'such as "architectures": \["JinaVLFor'),
         ({"auto_map": {"AutoModel": "other.Model"}}, UnsupportedModel, "its own code"),
