@@ -158,8 +158,8 @@ def route_path(path: Path, route: str) -> Path:
 def load_spec(path: Path) -> ModelSpec:
     """Return the spec of a checkpoint of this format or an earlier one.
 
-    Raises CheckpointError if the manifest is missing, damaged or of a later format, or if the
-    checkpoint has several routes.
+    Raises CheckpointError if the manifest is missing, damaged or of a later format, if it has a
+    setting that this version does not know, or if the checkpoint has several routes.
     """
     raw, header = _manifest(path)
     if header.routes is not None:
@@ -174,7 +174,28 @@ def load_spec(path: Path) -> ModelSpec:
             heads = {"dense": pooled} if single_head.task == "embed" else scoring_heads(pooled)
             fields = msgspec.json.decode(raw) | {"heads": msgspec.to_builtins(heads)}
             return msgspec.convert(fields, ModelSpec)
-        return msgspec.json.decode(raw, type=ModelSpec)
+        spec = msgspec.json.decode(raw, type=ModelSpec)
+    if name := next(_unknown_settings(msgspec.json.decode(raw), msgspec.to_builtins(spec)), None):
+        raise CheckpointError(
+            f"{path / MANIFEST} has the setting {name}, which {_this_version()} does not know; it "
+            f"was written by {header.written_by or 'an early jaxembed'}: upgrade jaxembed, or "
+            "convert the model again with this version"
+        )
+    return spec
+
+
+def _unknown_settings(stored: Any, read: Any, path: str = "") -> Iterator[str]:
+    """Yield the paths of keys in `stored`, values of a manifest, that what was `read` of them
+    lacks."""
+    if isinstance(stored, dict):
+        for key, value in stored.items():
+            if key in read:
+                yield from _unknown_settings(value, read[key], f"{path}{key}.")
+            else:
+                yield path + key
+    elif isinstance(stored, list):
+        for value, of in zip(stored, read, strict=False):
+            yield from _unknown_settings(value, of, path)
 
 
 def _manifest(path: Path) -> tuple[bytes, "_Header"]:

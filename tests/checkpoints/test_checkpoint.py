@@ -150,6 +150,17 @@ def test_a_later_format_is_refused_in_a_line_that_names_its_version(saved, write
         checkpoint.load_spec(saved)
 
 
+@pytest.mark.parametrize(
+    ("setting", "path"),
+    [({"later": 1}, "later"), ({"chat": {"before": "", "later": 1}}, r"chat\.later")],
+)
+def test_a_setting_of_a_later_version_is_refused(saved, setting, path):
+    manifest = saved / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | setting))
+    with pytest.raises(CheckpointError, match=rf"the setting {path}, which jaxembed .* upgrade"):
+        checkpoint.load_spec(saved)
+
+
 def test_a_missing_or_damaged_manifest_is_refused(tmp_path):
     assert not checkpoint.is_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="is not a checkpoint"):

@@ -136,13 +136,6 @@ def change_manifest(folder: Path, **fields) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-def test_fields_that_a_later_version_added_are_passed_over(tmp_path):
-    folder = checkpoint_in(tmp_path, LATEST)
-    change_manifest(folder, written_by="jaxembed 9.1.0", matryoshka=[8, 16])
-    with open_tiny(folder, tmp_path, ONE) as embedder:
-        assert_serves(embedder, LATEST)
-
-
 @each_damage
 @pytest.mark.parametrize("name", ["manifest.json", "tokenizer.json", "params"])
 def test_a_damaged_checkpoint_is_refused_in_one_line(tmp_path, name, damage):
