@@ -145,7 +145,7 @@ def _drawn(draw: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.n
     values = draw.standard_normal(shape).astype(np.float32)
     is_table = "_embeddings" in name
     if ".lora_" in name:  # so that an adapter changes its weight by about a half
-        return values * np.float32(0.5 if name.endswith("B") == is_table else shape[2] ** -0.5)
+        return values * np.float32(shape[2] ** -0.5 if name.endswith("B") == is_table else 0.5)
     if len(shape) > 1 and not is_table:
         return values * np.float32(np.prod(shape[1:]) ** -0.5)
     is_scale = len(shape) == 1 and name.endswith("weight")

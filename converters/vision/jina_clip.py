@@ -26,6 +26,7 @@ from converters.fields import (
     given,
     lookup,
     refuse_unknown,
+    refuse_unless,
 )
 from converters.heads import token_limit
 from converters.outline import Reader
@@ -168,7 +169,7 @@ def text_half(model: Source) -> Parts:
     name = fields["hf_model_name_or_path"]
     family, published = lookup(f"{where}: hf_model_name_or_path", name, ENCODERS)
     hf = published | given(fields["hf_model_config_kwargs"])
-    refuse_unknown(f"{where}: use_qk_norm", hf.get("use_qk_norm", False), (False,))
+    refuse_unless(hf, {"use_qk_norm": (False,)})
     config = BertConfig(**family.config(hf))
     if fields["embed_dim"] != config.hidden_size:
         raise CheckpointError(
