@@ -126,9 +126,6 @@ def _text_shapes(text: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         weights |= linear
         biases |= {f"{start}{name}.bias": shape[:1] for name, shape in linear.items()}
         norms += [f"{layer}.norm1", f"{layer}.norm2"]
-    if rank:
-        weights["pooler.dense"] = (width, width)
-        biases[f"{start}pooler.dense.bias"] = (width,)
     shapes = biases | with_biases({}, [start + name for name in norms], width)
     for name, (outputs, inputs) in weights.items():
         if not rank:

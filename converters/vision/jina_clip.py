@@ -48,7 +48,7 @@ from converters.weights import (
 from jaxembed.data.spec import IMAGE_ROUTE, TEXT_ROUTE, Pooled
 from jaxembed.errors import CheckpointError
 from jaxembed.models.bert import Bert, BertConfig
-from jaxembed.models.clip import CLASS_ID
+from jaxembed.models.clip import CLASS_ID, ClipConfig
 
 PROCESSOR = "preprocessor_config.json"
 PREFIXES = ("text_model.transformer.", *jina.FAMILY.prefixes)
@@ -65,39 +65,20 @@ JINA_BERT = replace(
         Rule(f"{jina.LAYER}.mlp.wo.bias", f"{jina.TARGET}.mlp.down.bias"),
     ),
 )
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_SIZES += ("intermediate_size", "max_position_embeddings", "type_vocab_size", "layer_norm_eps")
 # By the repository that config.json names: the family of the texts' encoder, and what the
 # repository's own config.json says.
 ENCODERS: dict[str, tuple[Family, dict[str, Any]]] = {
     "jinaai/jina-bert-flash-implementation": (
         JINA_BERT,
-        {
-            "vocab_size": 30528,
-            "hidden_size": 768,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 12,
-            "max_position_embeddings": 8192,
-            "type_vocab_size": 2,
-            "layer_norm_eps": 1e-12,
-            "position_embedding_type": "alibi",
-            "feed_forward_type": "geglu",
-            "use_qk_norm": False,
-        },
+        dict(zip(_SIZES, (30528, 768, 12, 12, 3072, 8192, 2, 1e-12), strict=True))
+        | {"position_embedding_type": "alibi", "feed_forward_type": "geglu"},
     ),
     "jinaai/jina-embeddings-v3": (
         jina.FAMILY,
-        {
-            "vocab_size": 250002,
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "max_position_embeddings": 8194,
-            "type_vocab_size": 1,
-            "layer_norm_eps": 1e-5,
-            "position_embedding_type": "rotary",
-            "rotary_emb_base": jina.THETA,
-        },
+        dict(zip(_SIZES, (250002, 1024, 24, 16, 4096, 8194, 1, 1e-5), strict=True))
+        | {"position_embedding_type": "rotary"},
     ),
 }
 
@@ -116,50 +97,40 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "layers": 12,
         "head_width": 64,
         "mlp_ratio": 4.0,
-        "qkv_bias": True,
-        "post_norm": False,
-        "rope_embeddings": False,
         "pt_hw_seq_len": 16,
         "intp_freq": False,
-        "naive_swiglu": False,
-        "subln": False,
     },
 }
-# Fields that change what is computed, and the only values with which they are served.
-SERVED: dict[str, dict[str, Any]] = {
+# Fields that change what is computed, and the only values that are served, None if missing. Under
+# "" are those of config.json itself.
+SERVED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "": {"add_projections": (False, None), "truncate_dim": (None,)}
+    | dict.fromkeys(("text_config_dict", "vision_config_dict"), (None,)),
     "text_config": {
-        "pooler_type": "mean_pooler",
-        "proj_type": None,
-        "default_instruction_task": None,
+        "pooler_type": ("mean_pooler",),
+        "proj_type": (None,),
+        "default_instruction_task": (None,),
     },
     "vision_config": {
-        "proj_type": None,
-        "ls_init_value": None,
-        "qkv_bias": True,
-        "post_norm": False,
-        "rope_embeddings": True,
-        "naive_swiglu": True,
-        "subln": True,
+        "proj_type": (None,),
+        "ls_init_value": (None,),
+        "qkv_bias": (True, None),
+        "post_norm": (False, None),
+        **dict.fromkeys(("rope_embeddings", "naive_swiglu", "subln"), (True,)),
     },
 }
-SERVED_TOP = {"add_projections": False, "truncate_dim": None, "text_config_dict": None}
-SERVED_TOP |= {"vision_config_dict": None}
-NORM_EPS = 1e-6  # of the images' encoder
 
 
 def _fields(model: Source, key: str) -> dict[str, Any]:
     """Return the field `key` of config.json, the config of a half, with its defaults filled in.
     Raises UnsupportedModel for a value that is not served, and CheckpointError."""
     path = str(model.folder / "config.json")
-    top = {"add_projections": False, **given(model.hf)}
-    for name, value in SERVED_TOP.items():
-        refuse_unknown(f"{path}: {name}", top.get(name), (value,))
     stated = given(model.hf.get(key) or {})
     check_fields(f"{path}, {key}", stated, JINA_CLIP_FIELDS[key])
-    fields = DEFAULTS[key] | stated
-    for name, value in SERVED[key].items():
-        refuse_unknown(f"{path}, {key}: {name}", fields.get(name), (value,))
-    return fields
+    for part, fields in {"": model.hf, key: stated}.items():
+        for name, values in SERVED[part].items():
+            refuse_unknown(f"{path}: {name}", fields.get(name), values)
+    return DEFAULTS[key] | stated
 
 
 def text_half(model: Source) -> Parts:
@@ -179,7 +150,7 @@ def text_half(model: Source) -> Parts:
     ignored = (*family.ignored, "vision_model.*", "logit_scale")
     own, task = family.built_in(hf), fields.get("default_lora_task")
     refuse_unknown(f"{where}: default_lora_task", task, own.names if own else (None,))
-    find = partial(_find, own=own, task=task, ignored=ignored) if own else weights.find
+    find = partial(_find, own=own, task=str(task), ignored=ignored) if own else weights.find
     tensors = TensorRules(
         rules=family.rules, ignored=ignored, prefixes=PREFIXES, renames=family.renames, find=find
     )
@@ -217,17 +188,14 @@ def image_half(model: Source) -> Parts:
             "intp_freq is not true"
         )
     width, heads, tokens = fields["width"], fields["width"] // fields["head_width"], 1 + side**2
-    sizes = {
-        "hidden_size": width,
-        "num_hidden_layers": fields["layers"],
-        "num_attention_heads": heads,
-        "intermediate_size": int(width * fields["mlp_ratio"]),
-        "max_position_embeddings": tokens,
-        "layer_norm_eps": NORM_EPS,
-        "hidden_act": "silu",
-    }
-    config = dual.clip_config(
-        sizes,
+    config = ClipConfig(
+        hidden_size=width,
+        num_layers=fields["layers"],
+        num_heads=heads,
+        intermediate_size=int(width * fields["mlp_ratio"]),
+        max_positions=tokens,
+        norm_eps=1e-6,
+        activation="silu",
         patch_bytes=rules.patch_bytes,
         patch_bias=True,
         class_token=True,

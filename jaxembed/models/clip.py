@@ -217,7 +217,7 @@ class EvaLayer(nnx.Module):
         self.mlp = Mlp(dim, config.intermediate_size, activation=config.activation, bias=True)
         self.wide_norm = LayerNorm(config.intermediate_size, eps=config.norm_eps)
 
-    def __call__(self, hidden: Hidden, tokens: PackedTokens, rotation: Rotation) -> Hidden:
+    def __call__(self, hidden: Hidden, tokens: PackedTokens, rotation: Rotation | None) -> Hidden:
         mixed = attend_hidden(
             self.attention_norm(hidden),
             self.qkv,

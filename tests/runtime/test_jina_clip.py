@@ -81,7 +81,7 @@ def test_inputs_of_both_kinds_in_one_batch_equal_each_alone(tmp_path, version):
         (changed("text_config", "default_lora_task", TASK, "v1"), f"default_lora_task '{TASK}'"),
         (changed("text_config", "default_instruction_task", TASK), "default_instruction_task"),
         (changed("vision_config", "naive_swiglu", False), "naive_swiglu False"),
-        (changed("vision_config", "subln", None), "subln False"),
+        (changed("vision_config", "subln", None), "subln None"),
         (changed("vision_config", "post_norm", True), "post_norm True"),
         (changed("vision_config", "rope_embeddings", False), "rope_embeddings False"),
         (changed("vision_config", "qkv_bias", False), "qkv_bias False"),
