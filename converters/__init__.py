@@ -12,7 +12,7 @@ from converters.features import merged
 from converters.features.merged import base_of
 from converters.outline import Options, Outline, Reader
 from converters.steps import ConversionProgress, contents, show_progress
-from converters.vision import dual, pages
+from converters.vision import dual, jina_clip, pages
 from jaxembed.checkpoints import checkpoint
 from jaxembed.checkpoints.source import adapter_folders
 from jaxembed.data.spec import ModelSpec
@@ -31,7 +31,13 @@ __all__ = [
 ]
 
 # the first that recognises a folder reads it
-READERS = (dual.OPEN_CLIP_READER, dual.READER, pages.READER, chains.READER)
+READERS = (
+    dual.OPEN_CLIP_READER,
+    jina_clip.READER,
+    dual.READER,
+    pages.READER,
+    chains.READER,
+)
 
 
 def convert(

@@ -452,6 +452,22 @@ OPEN_CLIP_FIELDS = {
     ),
 }
 
+# Fields of the two halves in the config.json of jina-clip.
+JINA_CLIP_FIELDS = {
+    "text_config": {
+        "embed_dim": _SIZE,
+        "hf_model_config_kwargs": FieldType(_OBJECT.wanted, _OBJECT.type, CONFIG_FIELDS),
+        "hf_model_name_or_path": _NAME,
+        "default_lora_task": _NAME,
+    },
+    "vision_config": {
+        **_TOWER_SIZES,
+        "embed_dim": _SIZE,
+        "pt_hw_seq_len": _SIZE,
+        "intp_freq": _SWITCH,
+    },
+}
+
 
 def check_fields(
     where: str, values: Mapping[str, Any], types: Mapping[str, FieldType], prefix: str = ""

@@ -53,6 +53,7 @@ _IN_MEMORY = re.compile(r"\.lora_(embedding_)?[AB]\.(?!weight$|bias$)")
 
 BACKBONE = "tower."  # the names of its parameters begin so
 PARAMETRIZED = ".parametrizations.weight.0."  # in the name of each tensor of a built-in adapter
+ORIGINAL = ".parametrizations.weight.original"  # ends the name of a weight that such adapters have
 
 # Fields of adapter_config.json that are read here, and those that do not change the results.
 # Any other field must be unset, because it is not supported.
@@ -169,6 +170,28 @@ def _matrix(tensor: Tensor, number: int, *, transposed: bool) -> Tensor:
     )
 
 
+def with_built_in(
+    model: str, own: BuiltIn, name: str, ignored: Sequence[str], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the `tensors` of a model with its built-in adapter `name` merged into them, as by
+    `merged_into`, and without the others. `ignored` are patterns of names of unused weights. Raises
+    ConversionError, which names `model` and lists every weight whose factors are missing or do not
+    fit."""
+    rest, sources = without_built_in(model, own, ignored, tensors)
+    factors = sources[own.names.index(name)].factors
+    merged, problems = _with_factors(
+        name, rest, factors, {key for key in factors if "embeddings" in key}
+    )
+    problems += [
+        f"adapter {name}: {tensor.name} has no factors"
+        for key, tensor in rest.items()
+        if tensor.name.endswith(ORIGINAL) and key not in factors and not _is_ignored(key, ignored)
+    ]
+    if problems:
+        raise ConversionError(model, problems)
+    return _in_dtypes(merged, rest)
+
+
 def merged_into(
     tensors: Mapping[str, Tensor],
     name: str,
@@ -198,11 +221,30 @@ def merged_into(
             problems += check_shape([copy], tensors[key].shape)
             problems += check_dtype([copy], NUMPY_DTYPES)
             merged[key] = replace(tensors[key], read=copy.read)
-    for key, pair in source.factors.items():
+    tables = {key for key, pair in source.factors.items() if pair.down.name.endswith(DOWN[1])}
+    merged, misfits = _with_factors(name, merged, source.factors, tables)
+    if problems := problems + misfits:
+        raise ConversionError(str(folder), problems)
+    if not any(key in tensors for key, _ in parts):
+        raise CheckpointError(f"adapter {name} changes no weight of its base model")
+    return _in_dtypes(merged, tensors)
+
+
+def _with_factors(
+    name: str,
+    tensors: Mapping[str, Tensor],
+    factors: Mapping[str, LowRankFactors],
+    tables: Collection[str],
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the `tensors` with the factors of the adapter `name` added to those that are there,
+    whose values are float32 then, and the problems. `tables` are the names of tables, whose rows
+    are the inputs."""
+    merged, problems = dict(tensors), []
+    for key, pair in factors.items():
         if key not in merged:
             continue
         weight = merged[key]
-        is_table = pair.down.name.endswith(DOWN[1])
+        is_table = key in tables
         if len(weight.shape) != 2:
             problems.append(f"adapter {name}: {weight.name} cannot take an adapter")
             continue
@@ -211,14 +253,7 @@ def merged_into(
         problems += check_shape([pair.up], (outputs, pair.rank))
         problems += check_dtype([weight, pair.down, pair.up], NUMPY_DTYPES)
         merged[key] = replace(weight, read=partial(_sum, weight, pair, is_table))
-    if problems:
-        raise ConversionError(str(folder), problems)
-    if not any(key in tensors for key, _ in parts):
-        raise CheckpointError(f"adapter {name} changes no weight of its base model")
-    return {
-        key: tensor if tensor.read is tensors[key].read else _in_dtype(tensor)
-        for key, tensor in merged.items()
-    }
+    return merged, problems
 
 
 def _sum(weight: Tensor, pair: LowRankFactors, is_table: bool) -> np.ndarray:
@@ -226,11 +261,21 @@ def _sum(weight: Tensor, pair: LowRankFactors, is_table: bool) -> np.ndarray:
     product is transposed."""
     down, up = (factor.read().astype(np.float32) for factor in (pair.down, pair.up))
     product = np.float32(pair.scale) * (up @ down)
-    return weight.read().astype(np.float32) + (product.T if is_table else product)
+    product = product.T if is_table else product
+    product += weight.read()
+    return product
+
+
+def _in_dtypes(merged: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors; those that differ from `before`, whose values may have another dtype when
+    they are read, get them in their own."""
+    return {
+        key: tensor if tensor.read is before[key].read else _in_dtype(tensor)
+        for key, tensor in merged.items()
+    }
 
 
 def _in_dtype(tensor: Tensor) -> Tensor:
-    """Return the tensor, whose values may have another dtype when they are read, in its dtype."""
     return replace(tensor, read=lambda: tensor.read().astype(NUMPY_DTYPES[tensor.dtype]))
 
 

@@ -3,8 +3,9 @@
 Each half, an encoder and its head, becomes a route of the checkpoint.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isqrt, prod
 from pathlib import Path
 from typing import Any
@@ -60,15 +61,18 @@ from jaxembed.data.spec import (
     Pooled,
 )
 from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.models.bert import BertConfig
 from jaxembed.models.clip import CLASS_ID, ClipConfig
 
 CLIP, METACLIP2, SIGLIP, SIGLIP2 = "clip", "metaclip_2", "siglip", "siglip2"
+JINA_CLIP = "jina_clip"  # its halves are read in jina_clip.py
 IDEFICS3 = "idefics3"  # no model of two halves: see `image_rules`
 CLASSES = {
     CLIP: ("CLIPModel",),
     METACLIP2: ("MetaClip2Model",),
     SIGLIP: ("SiglipModel",),
     SIGLIP2: ("Siglip2Model",),
+    JINA_CLIP: ("JinaCLIPModel",),
 }
 DUAL_MODULES = {  # modules of sentence-transformers that hold both halves
     "sentence_transformers.models.CLIPModel",
@@ -143,7 +147,7 @@ OLD_EOS = 2
 
 
 @dataclass(frozen=True)
-class _Source:
+class Source:
     """The folder and the config.json of a model, from which both halves are read."""
 
     folder: Path
@@ -183,10 +187,10 @@ class _Source:
         return fields
 
 
-def is_dual(source: Path) -> bool:
-    """Return whether the folder `source` holds a model of texts and images."""
+def is_dual(source: Path, kinds: tuple[str, ...] = tuple(CLASSES)) -> bool:
+    """Return whether the folder `source` holds a model of texts and images, of one of `kinds`."""
     hf = read_optional_json(source / folder_of(source) / "config.json")
-    return hf.get("model_type") in list(CLASSES)  # a list: model_type may be unhashable
+    return hf.get("model_type") in kinds
 
 
 def refuse_options(source: Path, options: Options) -> None:
@@ -205,8 +209,10 @@ def refuse_options(source: Path, options: Options) -> None:
             )
 
 
-def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str | None]:
-    """Return the outlines of the two halves by route, and the name of the default route. Raises
+def read_outlines(
+    source: Path, options: Options, halves: Mapping[str, "Half"]
+) -> tuple[dict[str, Outline], str | None]:
+    """Return the outlines of the two `halves`, by route, and the name of the default route. Raises
     UnsupportedModel and CheckpointError."""
     refuse_options(source, options)
     folder = source / folder_of(source)
@@ -236,28 +242,36 @@ def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str |
         )
     # normalized if modules.json lists Normalize, or if there is no modules.json
     normalizes = len(modules) != 1
-    model = _Source(
+    model = Source(
         folder, folder_of(source), kind, hf, normalizes, processor, lowercase, is_open_clip
     )
-    halves: dict[str, Outline] = {}
-    for route, half in ((TEXT_ROUTE, _text_half), (IMAGE_ROUTE, _image_half)):
+    outlines: dict[str, Outline] = {}
+    for route, half in halves.items():
         tensors, config, head, tokenizer, fields = half(model)
         prompts, default = read_prompts(source)
         layout = Layout(model.tower, {"dense": head}, prompts=prompts, default_prompt_name=default)
+        architecture = "clip" if isinstance(config, ClipConfig) else "bert"
         config_fields = given(vars(config))
         spec = spec_of(
-            options, layout, config_fields, hf, architecture="clip", token_types=False, **fields
+            options,
+            layout,
+            config_fields,
+            hf,
+            architecture=architecture,
+            token_types=False,
+            **fields,
         )
-        halves[route] = Outline(source, tensors, layout, spec, tokenizer)
-    check_comparable(source, halves)
-    return halves, TEXT_ROUTE
+        outlines[route] = Outline(source, tensors, layout, spec, tokenizer)
+    check_comparable(source, outlines)
+    return outlines, TEXT_ROUTE
 
 
 # What describes a half. The bytes are its tokenizer.json; the dict has further fields of its spec.
-_Parts = tuple[TensorRules, ClipConfig, Head, bytes, dict[str, Any]]
+Parts = tuple[TensorRules, ClipConfig | BertConfig, Head, bytes, dict[str, Any]]
+Half = Callable[[Source], Parts]
 
 
-def _text_half(model: _Source) -> _Parts:
+def _text_half(model: Source) -> Parts:
     """Read the half of texts. The vector of a text comes from its last token: the end token (CLIP)
     or the last token of the padding (SigLIP)."""
     hf = model.fields("text_config", TEXT_DEFAULTS[model.kind])
@@ -302,7 +316,7 @@ def _text_half(model: _Source) -> _Parts:
             in_features=config.hidden_size, out_features=width, activation="identity"
         )
         tensor = "text_model.head"
-    head = Pooled(("lasttoken",), _normalized(model, projection))
+    head = Pooled(("lasttoken",), normalized(model, projection))
     rules = (
         Rule("text_model.embeddings.token_embedding.weight", "tower.embeddings.word.embedding"),
         *clip_rules("text_model.", "final_layer_norm"),
@@ -312,7 +326,7 @@ def _text_half(model: _Source) -> _Parts:
     return model.tensors(rules, ignored), config, head, tokenizer, spec
 
 
-def _image_half(model: _Source) -> _Parts:
+def _image_half(model: Source) -> Parts:
     """Read the half of images. CLIP pools by a class token, SigLIP by attention."""
     hf = model.fields("vision_config", IMAGE_DEFAULTS[model.kind])
     is_clip, is_siglip2 = model.is_clip, model.kind == SIGLIP2
@@ -325,8 +339,9 @@ def _image_half(model: _Source) -> _Parts:
             f"num_patches {hf['num_patches']} is not supported; known: a square number"
         )
     rules = image_rules(model.folder, model.processor, hf, model.kind)
-    if is_clip:
-        rules = msgspec.structs.replace(rules, before=(CLASS_ID,))
+    rules = msgspec.structs.replace(
+        rules, before=(CLASS_ID,) if is_clip else (), rounds_crop=model.is_open_clip
+    )
     patches = prod(rules.grid) if rules.most_patches is None else rules.most_patches
     max_tokens = len(rules.before) + patches + len(rules.after)
     config = clip_config(
@@ -344,7 +359,7 @@ def _image_half(model: _Source) -> _Parts:
     head: Head
     if is_clip:
         projection = _projection(model, config)
-        head = Pooled(("cls",), _normalized(model, projection))
+        head = Pooled(("cls",), normalized(model, projection))
         tensor_rules += [
             Rule(
                 "vision_model.embeddings.class_embedding",
@@ -352,7 +367,7 @@ def _image_half(model: _Source) -> _Parts:
                 reshaped(1, config.hidden_size),
             ),
             # "layrnorm" is the spelling in checkpoints
-            *_norm_rules("vision_model.pre_layrnorm", "tower.embeddings.norm"),
+            *norm_rules("vision_model.pre_layrnorm", "tower.embeddings.norm"),
             *dense_rules("dense", number=0, layer=projection, tensor="visual_projection"),
         ]
     else:
@@ -362,7 +377,7 @@ def _image_half(model: _Source) -> _Parts:
             intermediate_size=config.intermediate_size,
             norm_eps=config.norm_eps,
             activation=activation_of(hf, "hidden_act"),
-            modules=_normalized(model),
+            modules=normalized(model),
         )
         joint, width = "vision_model.head.attention.in_proj", config.hidden_size
         # rows of the joint projection
@@ -376,7 +391,7 @@ def _image_half(model: _Source) -> _Parts:
             ),
             Rule(f"{joint}_bias", "heads.dense.key_value.bias", rows_of(*key_value)),
             *linear_rules("vision_model.head.attention.out_proj", "heads.dense.out"),
-            *_norm_rules("vision_model.head.layernorm", "heads.dense.norm"),
+            *norm_rules("vision_model.head.layernorm", "heads.dense.norm"),
             *linear_rules("vision_model.head.mlp.fc1", "heads.dense.up"),
             *linear_rules("vision_model.head.mlp.fc2", "heads.dense.down"),
         ]
@@ -438,9 +453,9 @@ def clip_rules(half: str, last_norm: str, tower: str = "tower") -> list[Rule]:
         *linear_rules(f"{layer}.self_attn.out_proj", f"{target}.out"),
         *linear_rules(f"{layer}.mlp.fc1", f"{target}.up"),
         *linear_rules(f"{layer}.mlp.fc2", f"{target}.down"),
-        *_norm_rules(f"{layer}.layer_norm1", f"{target}.attention_norm"),
-        *_norm_rules(f"{layer}.layer_norm2", f"{target}.mlp_norm"),
-        *_norm_rules(f"{half}{last_norm}", f"{tower}.norm"),
+        *norm_rules(f"{layer}.layer_norm1", f"{target}.attention_norm"),
+        *norm_rules(f"{layer}.layer_norm2", f"{target}.mlp_norm"),
+        *norm_rules(f"{half}{last_norm}", f"{tower}.norm"),
     ]
 
 
@@ -461,14 +476,14 @@ def linear_rules(source: str, target: str) -> list[Rule]:
     ]
 
 
-def _norm_rules(source: str, target: str) -> list[Rule]:
+def norm_rules(source: str, target: str) -> list[Rule]:
     return [
         Rule(f"{source}.weight", f"{target}.scale"),
         Rule(f"{source}.bias", f"{target}.bias"),
     ]
 
 
-def _projection(model: _Source, config: ClipConfig) -> DenseLayer:
+def _projection(model: Source, config: ClipConfig) -> DenseLayer:
     """Return CLIP's projection into the common space of texts and images."""
     return DenseLayer(
         in_features=config.hidden_size,
@@ -478,7 +493,7 @@ def _projection(model: _Source, config: ClipConfig) -> DenseLayer:
     )
 
 
-def _normalized(model: _Source, *modules: Module) -> tuple[Module, ...]:
+def normalized(model: Source, *modules: Module) -> tuple[Module, ...]:
     return (*modules, NormalizeLayer()) if model.normalizes else modules
 
 
@@ -536,5 +551,6 @@ def folder_of(source: Path) -> str:
     return listed[0][1] if listed and listed[0][0] in DUAL_MODULES else ""
 
 
+_outlines = partial(read_outlines, halves={TEXT_ROUTE: _text_half, IMAGE_ROUTE: _image_half})
 READER = Reader(is_dual, _outlines, lambda source, dense_path: [folder_of(source)])
 OPEN_CLIP_READER = Reader(open_clip.is_open_clip, _outlines, weight_files=open_clip.WEIGHT_FILES)

@@ -94,10 +94,11 @@ def read_rules(config: Mapping[str, Any], patch: int) -> ImageRules:
         raise CheckpointError("image_std has a zero")
     # images that keep their aspect ratio are resized to whole patches
     sides = (patch,) if rules.place_numbers else rules.made
-    if patch % 2 or any(side % patch for side in sides):
+    has_part = any(side % patch for side in sides)
+    if patch % 2 or min(sides) < patch or (rules.tiles is not None and has_part):
         raise UnsupportedModel(
-            f"images of {sides} in patches of {patch} are not supported; known: an even size "
-            "that divides the sides"
+            f"images of {sides} in patches of {patch} are not supported; known: an even size, at "
+            "most that of the sides, which divides those of tiles"
         )
     return rules
 

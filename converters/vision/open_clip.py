@@ -150,7 +150,8 @@ def read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any], bool]:
         "vision_config": _sizes(vision, vision["width"] // vision["head_width"], activation)
         | {"image_size": vision["image_size"], "patch_size": vision["patch_size"]},
     }
-    processor = _processor(given(config.get("preprocess_cfg") or {}), vision["image_size"])
+    preprocess = given(config.get("preprocess_cfg") or {})
+    processor = clip_processor(CONFIG, preprocess, vision["image_size"])
     return clip, processor, _is_lower(text)
 
 
@@ -179,11 +180,12 @@ def _sizes(tower: Mapping[str, Any], heads: int, activation: str) -> dict[str, A
     }
 
 
-def _processor(fields: Mapping[str, Any], side: int) -> dict[str, Any]:
-    """Return the image processor's fields. Images become squares of `side` pixels."""
+def clip_processor(where: str, fields: Mapping[str, Any], side: int) -> dict[str, Any]:
+    """Return the fields of transformers' CLIP processor for OpenCLIP's `fields`, of the file
+    `where`. Images become squares of `side` pixels. Raises UnsupportedModel."""
     square = {"height": side, "width": side}
     mode = fields.get("resize_mode", "shortest")
-    refuse_unknown(f"{CONFIG}: resize_mode", mode, ("shortest", "squash"))
+    refuse_unknown(f"{where}: resize_mode", mode, ("shortest", "squash"))
     interpolation = fields.get("interpolation", "bicubic")
     sizes = (
         {"size": {"shortest_edge": side}, "crop_size": square}
@@ -195,7 +197,7 @@ def _processor(fields: Mapping[str, Any], side: int) -> dict[str, Any]:
         for name in ("mean", "std")
         if (value := fields.get(name)) is not None
     }
-    resample = lookup(f"{CONFIG}: interpolation", interpolation, RESAMPLE)
+    resample = lookup(f"{where}: interpolation", interpolation, RESAMPLE)
     return {"image_processor_type": "CLIPImageProcessor", "resample": resample, **sizes, **colours}
 
 

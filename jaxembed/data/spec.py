@@ -324,7 +324,9 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     keep the aspect ratio: with `most_patches` an image is resized to whole patches, at most so
     many, and with `area` to whole tokens, which have between area[0] and area[1] pixels together;
     with `first_area` it is resized to whole tokens between these limits before that.
-    After that, if `crop` is given, a rectangle of this height and width is cut from the middle.
+    After that, if `crop` is given, a rectangle of this height and width is cut from the middle; its
+    corner is rounded down, or with `rounds_crop` to the nearest pixel, as by torchvision. Pixels at
+    the right and the bottom that make no whole patch are left out.
     Sizes are in pixels. The device computes (value * rescale - mean) / std for each value, with the
     `mean` and `std` of its colour.
 
@@ -342,6 +344,7 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     area: tuple[int, int] | None = None
     first_area: tuple[int, int] | None = None
     crop: tuple[int, int] | None = None
+    rounds_crop: bool = False
     most_patches: int | None = None
     rescale: float = 1 / 255
     mean: tuple[float, float, float]

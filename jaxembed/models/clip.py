@@ -3,23 +3,27 @@
 Radford et al. 2021, arXiv:2103.00020. Names and the order of operations are those of transformers'
 CLIPModel. The config selects what differs in SigLIP (Zhai et al. 2023, arXiv:2303.15343): attention
 in texts is not causal, and images have no class token. SigLIP2 (Tschannen et al. 2025,
-arXiv:2502.14786) takes images of any shape, and resizes its position table to the image.
+arXiv:2502.14786) takes images of any shape, and resizes its position table to the image. EVA-02
+(Fang et al. 2023, arXiv:2303.11331), the image encoder of jina-clip, has layers of its own.
 """
 
 from dataclasses import dataclass
 from math import isqrt
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxembed.models.attention import AttentionMask
-from jaxembed.models.layers import Embedding, LayerNorm, Linear, attend_hidden
-from jaxembed.models.parallel import share
+from jaxembed.models.layers import Embedding, LayerNorm, Linear, Mlp, attend_hidden
+from jaxembed.models.parallel import refuse, share
+from jaxembed.models.rope import Rotation
 from jaxembed.models.tokens import Hidden, PackedTokens
 
 CLASS_ID = 1  # the id of an image's class token, which has no patch; tokens with patches have id 0
+ROTARY_THETA = 10_000.0  # base of EVA-02's rotary angles
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,9 @@ class ClipConfig:
     class_token: bool = False  # whether the tokens of an image begin with a class token
     input_norm: bool = False  # whether there is a norm before the first layer
     resizes_positions: bool = False  # whether the position table is resized to each image
+    # Layers are EVA-02's, in which the sides of an image have this length for the rotary angles,
+    # however many patches they have; None: layers are CLIP's, without rotary angles.
+    rotary_span: int | None = None
 
 
 class Clip(nnx.Module):
@@ -59,14 +66,28 @@ class Clip(nnx.Module):
     def __init__(self, config: ClipConfig):
         is_text = config.vocab_size is not None
         self.embeddings = TextEmbeddings(config) if is_text else PatchEmbeddings(config)
-        self.layers = nnx.List([ClipLayer(config) for _ in range(config.num_layers)])
+        self.span = config.rotary_span
+        layer = ClipLayer if self.span is None else EvaLayer
+        self.layers = nnx.List([layer(config) for _ in range(config.num_layers)])
         self.norm = _norm(config)
+        self.side = isqrt(config.max_positions - 1)  # patches along a side, if layers are EVA-02's
+        self.head_width = config.hidden_size // config.num_heads
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
         hidden = self.embeddings(tokens)
+        rotation = None if self.span is None else self._rotation(tokens, self.span)
         for layer in self.layers:
-            hidden = layer(hidden, tokens)
+            hidden = layer(hidden, tokens, rotation)
         return self.norm(hidden)
+
+    def _rotation(self, tokens: PackedTokens, span: int) -> Rotation:
+        """Return the rotation by the places of patches. The class token, which is the first token,
+        does not rotate: its place is zero."""
+        patch = jnp.maximum(tokens.positions - 1, 0)
+        # in the order of operations of the published code, in float32
+        places = np.arange(self.side, dtype=np.float32) / np.float32(self.side) * np.float32(span)
+        row, column = (jnp.asarray(places)[index] for index in jnp.divmod(patch, self.side))
+        return Rotation.of_grid(row, column, self.head_width, ROTARY_THETA)
 
 
 class TextEmbeddings(nnx.Module):
@@ -164,17 +185,50 @@ class ClipLayer(nnx.Module):
         self.attention_mask = AttentionMask(causal=config.causal)
         self.activation = config.activation
 
-    def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Hidden:
+    def __call__(
+        self, hidden: Hidden, tokens: PackedTokens, rotation: Rotation | None = None
+    ) -> Hidden:
         mixed = attend_hidden(
             self.attention_norm(hidden),
             self.qkv,
             self.num_heads,
             tokens.segments,
             self.attention_mask,
+            rotation=rotation,
             key_segments=tokens.key_segments,
         )
         hidden = hidden + self.out(mixed)
         return hidden + self.down(self.up.apply_rounded(self.mlp_norm(hidden), self.activation))
+
+
+class EvaLayer(nnx.Module):
+    """One layer of EVA-02: as a ClipLayer, but the MLP is gated, queries and keys rotate, and there
+    are two more norms, before the last linear layer of the attention and of the MLP."""
+
+    def __init__(self, config: ClipConfig):
+        refuse("a norm over all heads")
+        dim = config.hidden_size
+        self.attention_norm = _norm(config)
+        self.num_heads = config.num_heads
+        self.qkv = Linear(dim, 3 * dim)
+        self.mixed_norm = _norm(config)
+        self.out = Linear(dim, dim)
+        self.mlp_norm = _norm(config)
+        self.mlp = Mlp(dim, config.intermediate_size, activation=config.activation, bias=True)
+        self.wide_norm = LayerNorm(config.intermediate_size, eps=config.norm_eps)
+
+    def __call__(self, hidden: Hidden, tokens: PackedTokens, rotation: Rotation | None) -> Hidden:
+        mixed = attend_hidden(
+            self.attention_norm(hidden),
+            self.qkv,
+            self.num_heads,
+            tokens.segments,
+            rotation=rotation,
+            key_segments=tokens.key_segments,
+        )
+        hidden = hidden + self.out(self.mixed_norm(mixed.astype(jnp.float32)))
+        wide = self.mlp.wide(self.mlp_norm(hidden)).astype(jnp.float32)
+        return hidden + self.mlp.down(self.wide_norm(wide))
 
 
 def _norm(config: ClipConfig) -> LayerNorm:

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 from jaxembed.models.tokens import PackedTokens, Segments
 
 Frequencies = Float[np.ndarray, " half"]
+Places = Segments | Float[Array, "rows length"]
 
 
 class LinearRope(msgspec.Struct, frozen=True, tag_field="kind", tag="linear"):
@@ -128,13 +129,13 @@ class Rotation:
         return cls(cos, sin) if magnitude == 1.0 else cls(cos * magnitude, sin * magnitude)
 
     @classmethod
-    def of_grid(cls, row: Segments, column: Segments, width: int, theta: float) -> "Rotation":
+    def of_grid(cls, row: Places, column: Places, width: int, theta: float) -> "Rotation":
         """Return the rotation of image patches by their places on the grid of an image.
 
-        `row` and `column` are int `[rows, length]` like segment numbers, but hold the grid row and
-        grid column of each token, from 0. `width` is the number of dimensions of a head. The grid
-        row rotates the first half of the pairs of dimensions, and the grid column the second half,
-        both with the same frequencies.
+        `row` and `column` are `[rows, length]` like segment numbers, but hold the grid row and grid
+        column of each token, from 0, perhaps as fractions. `width` is the number of dimensions of a
+        head. The grid row rotates the first half of the pairs of dimensions, and the grid column
+        the second half, both with the same frequencies.
         """
         frequencies = jnp.asarray(_plain(width // 2, theta))[None, None]
         axes = (axis[:, :, None].astype(jnp.float32) * frequencies for axis in (row, column))

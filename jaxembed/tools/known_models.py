@@ -27,7 +27,9 @@ Kind = Literal["embedder", "reranker", "sparse", "colbert", "static", "images", 
 
 KIND_OF_TYPE: dict[str, Kind] = {
     **dict.fromkeys(("colpali", "colqwen2", "colmodernvbert", "qwen2_5_vl"), "pages"),
-    **dict.fromkeys(("clip", "metaclip_2", "siglip", "siglip2", "qwen2_vl", "qwen3_vl"), "images"),
+    **dict.fromkeys(
+        ("clip", "metaclip_2", "siglip", "siglip2", "jina_clip", "qwen2_vl", "qwen3_vl"), "images"
+    ),
     "static": "static",
 }
 KIND_OF_OUTPUT: dict[str, Kind] = {"sparse": "sparse", "multi_vector": "colbert"}

@@ -167,7 +167,7 @@ def saved(folder, kind: str, size: str, **of_text):
         text, image = text | HUGE[0], HUGE[1]
     if size == "tiny":
         text |= SMALL | {"max_position_embeddings": 16}
-        image = SMALL | {"image_size": 64, "patch_size": 16}
+        image = SMALL | {"image_size": 70, "patch_size": 16}  # no whole patches
     text |= of_text
     if kind == "siglip2":
         image = {key: value for key, value in image.items() if key != "image_size"}

@@ -62,6 +62,7 @@ def test_how_images_and_texts_are_prepared(tmp_path):
     rules, text = routes[IMAGE_ROUTE].spec.image, routes[TEXT_ROUTE]
     assert rules is not None
     assert (rules.resample, rules.shortest, rules.crop) == ("bicubic", SIDE, (SIDE, SIDE))
+    assert rules.rounds_crop
     assert text.spec.max_input_tokens == POSITIONS
     assert b"Lowercase" in text.tokenizer
     folder = write_open_clip(tmp_path / "eos", "metaclip_2", **EOS)

@@ -40,7 +40,8 @@ def prepare_image(image: Picture, rules: ImageRules) -> np.ndarray:
     resized = np.asarray(_resize(image, size, rules))
     if rules.crop is not None:
         crop_height, crop_width = rules.crop
-        top, left = (size[0] - crop_height) // 2, (size[1] - crop_width) // 2
+        margins = ((side - kept) / 2 for side, kept in zip(size, rules.crop, strict=True))
+        top, left = (round(one) if rules.rounds_crop else int(one) for one in margins)
         resized = resized[top : top + crop_height, left : left + crop_width]
     return patches(resized, rules.patch, rules.merge)
 
@@ -206,12 +207,14 @@ def max_tokens(rules: ImageRules) -> int:
 
 def patches(colours: np.ndarray, size: int, merge: int = 1) -> np.ndarray:
     """Cut RGB values, uint8 `[height, width, 3]`, into patches of `size` by `size` pixels, and
-    group the patches in tokens of `merge` by `merge` patches. Height and width must be multiples of
-    `size * merge`. Returns uint8 `[tokens, token_bytes]`. Tokens, the patches of a token and the
-    pixels of a patch are in the order of rows; the three colours of a pixel are side by side."""
-    height, width, channels = colours.shape
-    side = size * merge
-    grid = colours.reshape(height // side, merge, size, width // side, merge, size, channels)
+    group the patches in tokens of `merge` by `merge` patches. What is left at the right and the
+    bottom is left out, as by a convolution. Returns uint8 `[tokens, token_bytes]`. Tokens, the
+    patches of a token and the pixels of a patch are in the order of rows; the three colours of a
+    pixel are side by side."""
+    side, channels = size * merge, colours.shape[2]
+    rows, columns = (length // side for length in colours.shape[:2])
+    grid = colours[: rows * side, : columns * side]
+    grid = grid.reshape(rows, merge, size, columns, merge, size, channels)
     # The new order of axes is: rows of tokens, tokens, rows of patches in a token, patches, rows of
     # pixels in a patch, pixels, colours.
     return grid.transpose(0, 3, 1, 4, 2, 5, 6).reshape(-1, side * side * channels)
