@@ -108,8 +108,8 @@ def contestants(args: Namespace) -> list[Contestant]:
             for dtype in dtypes
         ),
     ]
-    names = args.only.split(",") if args.only else [one.name for one in every]
-    return [one for one in every if one.name in names]
+    by_name = {one.name: one for one in every}
+    return [by_name[name] for name in args.only.split(",")] if args.only else every
 
 
 def texts_of(args: Namespace) -> list[str]:

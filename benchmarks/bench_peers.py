@@ -30,7 +30,6 @@ from benchmarks.workloads import Texts
 OURS, PEER = "jaxembed", "infinity"
 # Bulk has more tokens under way than our server admits on a CPU by default; Infinity has no limit.
 FLAGS = ("--max-queue-tokens", "1000000")
-BULK_CONNECTIONS = 4
 WARM_S = 1.0
 # The ratios of our server to the peer: scenario, load, figure, and whether more of it is better.
 RATIOS = {
@@ -42,17 +41,12 @@ RATIOS = {
 PACKAGES = ("infinity_emb", "torch", "transformers", "sentence-transformers")
 
 
-def scenarios(texts: int, per_s: float) -> dict[str, list[Load]]:
-    """The loads of each scenario, which run at the same time, by name.
-
-    Bulk requests have `texts` texts; under bulk there are `per_s` queries a second.
-    """
-    bulk = Closed("bulk", texts, BULK_CONNECTIONS)
-    return {
-        "lone": [Closed("query", 1, 1)],
-        "bulk": [bulk],
-        "under bulk": [Open("query", 1, per_s), bulk],
-    }
+BULK = Closed("bulk", 256, 4)
+SCENARIOS: dict[str, list[Load]] = {  # the loads of each, which run at the same time
+    "lone": [Closed("query", 1, 1)],
+    "bulk": [BULK],
+    "under bulk": [Open("query", 1, 10.0), BULK],
+}
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
@@ -61,8 +55,6 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     servers.add_arguments(parser)
     parser.add_argument("--infinity", type=Path, default=report.ROOT / ".venv-peers")
     parser.add_argument("--alone", action="store_true", help="without Infinity")
-    parser.add_argument("--bulk", type=int, default=256, help="texts of a bulk request")
-    parser.add_argument("--per-s", type=float, default=10.0, help="queries under bulk")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", default="3,4,8", help="lone, bulk, and under bulk")
     args = report.parse(parser, argv, takes_flags=True)
@@ -81,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             running[PEER] = stack.enter_context(servers.infinity(args.infinity))
         rows = measure(running, args)
     model = args.model or "all-MiniLM-L6-v2"
-    facts = {"model": model, "bulk": args.bulk, "flags": [*FLAGS, *args.flags]}
+    facts = {"model": model, "bulk": BULK.texts, "flags": [*FLAGS, *args.flags]}
     facts |= {"summary": summary(rows), "results": rows}
     report.show(facts["summary"], f"{model}, {report.device_name()}, medians of rounds")
     if not args.alone:
@@ -93,27 +85,24 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(running: dict[str, Server], args: Namespace) -> list[dict[str, Any]]:
     """Measure the servers in turns. Returns a row for each round, server, scenario and load."""
-    texts, loads_of = Texts(args), scenarios(args.bulk, args.per_s)
+    texts, rows = Texts(args), []
+    seconds_of = dict(zip(SCENARIOS, map(float, args.seconds.split(",")), strict=True))
 
-    def measured(server: Server, loads: list[Load], seconds: float, seed: int = 0):
-        pairs = [(one, texts.requests(server.target, one.texts, "base64")) for one in loads]
-        return server.measure(pairs, seconds, seed)
+    def measured(server: Server, scenario: str, seconds: float, seed: int = 0):
+        loads = [
+            (one, texts.requests(server.target, one.texts, "base64")) for one in SCENARIOS[scenario]
+        ]
+        return server.measure(loads, seconds, seed)
 
     for server in running.values():
-        for loads in loads_of.values():
-            measured(server, loads, WARM_S)
-    rows = []
+        for scenario in SCENARIOS:
+            measured(server, scenario, WARM_S)
     for number in range(args.rounds):
-        for seconds, (scenario, loads) in zip(
-            map(float, args.seconds.split(",")), loads_of.items(), strict=True
-        ):
+        for scenario, seconds in seconds_of.items():
             for name in running if number % 2 else reversed(running):
                 about = {"round": number, "server": name, "scenario": scenario}
-                rows += [
-                    about | row for row in measured(running[name], loads, seconds, seed=number)
-                ]
-                print(".", end="", flush=True)
-    print()
+                found = measured(running[name], scenario, seconds, seed=number)
+                rows += [about | row for row in found]
     return rows
 
 

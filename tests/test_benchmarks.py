@@ -332,12 +332,13 @@ ours = images.Jaxembed
 pipe.serve({{"maker": Maker, "jaxembed": ours, "transformers": ours}})
 """)
     monkeypatch.setattr(peer, "PROGRAMS", tmp_path)
+    monkeypatch.setattr(bench_images, "DTYPES", ("float32",))
     bench_images.main([*IMAGES, "--tower", "tiny", "--torch", sys.prefix])
     found = last_line(capsys)
-    names = [f"{name} {x}" for name in ("jaxembed", "transformers") for x in bench_images.DTYPES]
+    names = ["jaxembed float32", "transformers float32"]
     assert [one["library"] for one in found["results"]] == names
     for one in found["results"]:
-        assert one["cosine"] == pytest.approx(1, abs=1e-3 if "bfloat16" in one["library"] else 1e-5)
+        assert one["cosine"] == pytest.approx(1, abs=1e-5)
         assert min(one[name] for name in ("images_per_s", "prepare_ms", "forward_ms")) > 0
 
 
@@ -435,7 +436,7 @@ def _flags(grid_file, tmp_path) -> list[str]:
 
 @pytest.mark.slow
 def test_bench_peers_measures_our_server_alone(tiny_checkpoint, flags, capsys):
-    arguments = ["--texts", "300", "--seconds", "0.2,0.2,0.2", "--rounds", "1", "--per-s", "50"]
+    arguments = ["--texts", "300", "--seconds", "0.2,0.2,0.5", "--rounds", "1"]
     bench_peers.main([str(tiny_checkpoint), "--alone", "--data", "none", *arguments, "--", *flags])
     rows = last_line(capsys)["results"]
     assert [(row["scenario"], row["load"]) for row in rows] == [
