@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from benchmarks import peer, report, workloads
-from benchmarks.bench_libraries import PROGRAM
+from benchmarks import bench_libraries, report, workloads
 from benchmarks.peer import Contestant
 from converters.weights import find
 
@@ -42,15 +41,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     texts = workloads.texts("sts", args.texts, data=args.data, seed=args.seed)
     rounds = {}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        model = write_model(args.peer, Path(folder) / "wordllama-model2vec")
-        job = {"texts": texts, "model": str(model)}
-        workers = [
-            stack.enter_context(peer.running(one, PROGRAM, **job))
-            for one in (
-                Contestant(OURS, Path(sys.prefix), "jaxembed-static"),
-                Contestant(PEER, args.peer, PEER),
-            )
-        ]
+        job = {"model": str(write_model(args.peer, Path(folder) / "wordllama-model2vec"))}
+        contestants = (
+            Contestant(OURS, Path(sys.prefix), "jaxembed-static", job),
+            Contestant(PEER, args.peer, PEER, job),
+        )
+        workers = [bench_libraries.started(stack, one, texts) for one in contestants]
         for call, batch in CALLS.items():
             calls = {w.name: partial(w.seconds, "embed", batch, len(texts)) for w in workers}
             rounds[call] = report.in_turns(calls, args.rounds)
