@@ -61,16 +61,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = subject.load(args)
     grid = grid_of(args, model)
     runner = subject.replica(model, args, grid)
-    mixes = [_workload(name, model, args) for name in args.mixes.split(",")]
+    limit = min(args.limit or model.spec.max_input_tokens, grid.max_length)
+    mixes = [_workload(name, model, limit, args) for name in args.mixes.split(",")]
     described = [mix.describe() for mix in mixes]
     report.show(described, f"{model.name}, {runner.dtype}, {report.device_name()}")
     rows = measure(model, runner, grid, mixes, args.repeat)
     report.show(rows, "results")
-    facts = {"model": model.name, "dtype": runner.dtype, "mixes": described, "results": rows}
-    report.finish(args, facts)
+    facts = {"model": model.name, "dtype": runner.dtype, "limit": limit, "mixes": described}
+    report.finish(args, facts | {"results": rows})
 
 
-def _workload(name: str, model: Subject, args: Namespace) -> Workload:
+def _workload(name: str, model: Subject, limit: int, args: Namespace) -> Workload:
     """A mix with its lengths repeated COPIES times in different orders, and random tokens.
 
     The tokens are random because the engine computes equal sequences once. The copies make the ends
@@ -79,7 +80,7 @@ def _workload(name: str, model: Subject, args: Namespace) -> Workload:
     mix = workloads.workload(
         name,
         max(1, round(COUNTS.get(name, 512) * args.scale)),
-        limit=args.limit or model.spec.max_input_tokens,
+        limit=limit,
         vocab_size=model.vocab_size,
         data=args.data,
         tokenizer=model.tokenizer,
