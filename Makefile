@@ -101,7 +101,7 @@ eval: $(VENV)/dev.stamp  ## STS-B of the default model
 bench: $(VENV)/dev.stamp  ## time every bucket, the engine on length mixes, the server over HTTP
 	$(BIN)/python -m benchmarks.bench_model $(ARGS)
 	$(BIN)/python -m benchmarks.bench_engine $(ARGS)
-	$(BIN)/python -m benchmarks.bench_http $(ARGS)
+	$(BIN)/python -m benchmarks.bench_peers --alone $(ARGS)
 
 # Python 3.11 is what Infinity runs on: make bench-peers PYTHON=python3.11
 bench-peers: $(VENV)/dev.stamp $(VENV)-parity/stamp $(VENV)-peers/stamp  ## compare with Infinity, sentence-transformers, onnxruntime

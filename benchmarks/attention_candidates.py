@@ -20,8 +20,6 @@ from jaxembed.models.attention import EVERYTHING, AttentionMask
 
 AGREES = 0.02  # largest allowed difference of bfloat16 to float32, for values of about 1
 
-plain_attention: Any = jax.nn.dot_product_attention  # Any: its overloads lack some arguments
-
 
 @dataclass(frozen=True)
 class Case:
@@ -72,11 +70,6 @@ class Case:
         shapes = [(self.rows, self.length, n, self.width) for n in (self.heads, groups, groups)]
         return [jnp.asarray(draw.standard_normal(shape, np.float32), dtype) for shape in shapes]
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether each token sees its whole segment, and each query head has its own key head."""
-        return self.groups is None and self.attention_mask == EVERYTHING
-
     def __str__(self) -> str:
         kind = "packed" if self.packed else "padded"
         shape = f"{self.rows}x{self.length} {self.heads}"
@@ -113,41 +106,13 @@ def our_kernel(case: Case, name: str, **blocks: int) -> Callable:
     return lambda q, k, v: attend(q, k, v, segments)
 
 
-def jax_nn(case: Case, implementation: str) -> Callable:
-    """JAX's public function with a mask of segments."""
-    mask = jnp.asarray(case.mask)
-    attend: Any = partial(plain_attention, mask=mask, implementation=implementation)
-    return lambda q, k, v: attend(q, k, v)
-
-
-def cudnn_bias(case: Case) -> Callable:
-    """cuDNN's attention with the mask as a bias."""
-    shape = (case.rows, case.heads, case.length, case.length)
-    attend: Any = partial(plain_attention, implementation="cudnn")
-
-    def call(q, k, v):
-        bias = jnp.where(case.mask, 0.0, -1e9).astype(jnp.bfloat16)
-        return attend(q, k, v, jnp.broadcast_to(bias, shape))
-
-    return call
-
-
-def cudnn_lengths(case: Case) -> Callable:
-    """cuDNN's attention with sequence lengths. Raises ValueError for packed rows."""
-    if case.packed:
-        raise ValueError("sequence lengths say one segment a row")
-    lengths = jnp.asarray([sum(row) for row in case.lengths], jnp.int32)
-    attend: Any = partial(
-        plain_attention,
-        query_seq_lengths=lengths,
-        key_value_seq_lengths=lengths,
-        implementation="cudnn",
-    )
-    return lambda q, k, v: attend(q, k, v)
-
-
 def cudnn_packed(case: Case) -> Callable:
-    """cuDNN's attention for packed rows, by lengths and offsets: a private function of JAX."""
+    """cuDNN's attention for packed rows, by lengths and offsets: a private function of JAX.
+
+    Raises ValueError for groups, causal masks and windows.
+    """
+    if case.groups is not None or case.attention_mask != EVERYTHING:
+        raise ValueError("takes whole segments only")
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     most = max(map(len, case.lengths))
@@ -181,14 +146,7 @@ CANDIDATES: dict[str, Callable[[Case], Callable]] = {
     "triton-64x32": partial(our_kernel, name="triton", query_block=64, key_block=32),
     "triton-128x32": partial(our_kernel, name="triton", query_block=128, key_block=32),
     "triton-128x128": partial(our_kernel, name="triton", query_block=128, key_block=128),
-    "jax-nn-xla": partial(jax_nn, implementation="xla"),
-    "cudnn-mask": partial(jax_nn, implementation="cudnn"),
-    "cudnn-lengths": cudnn_lengths,
-    "cudnn-bias": cudnn_bias,
 }
-
-# The candidates that take windows, causal masks and groups; others are tried on plain cases only.
-ALL_CASES = ("attend", "triton", "flash", "splash", "jax-nn-xla")
 
 
 def cases(on_cpu: bool) -> list[Case]:
@@ -213,8 +171,6 @@ def tried(name: str, case: Case, runs: int) -> dict[str, Any]:
 
     Raises whatever the candidate raises when it is compiled and run.
     """
-    if not case.is_plain and not name.startswith(ALL_CASES):
-        return {"skipped": "takes whole segments only"}
     try:
         attend = CANDIDATES[name](case)
     except ValueError as error:

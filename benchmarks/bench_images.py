@@ -9,9 +9,6 @@ In every round each library runs once whole, and once its two parts apart: decod
 and the model. The order alternates. transformers prepares its images in one thread, as its
 processors do; the threads of onnxruntime's peer prepare the next images while the tower runs.
 
-CLIP's tower is also timed without its engine, in buckets full of images, beside a program with only
-the matrix products of their tokens, as in bench_model: `share` is theirs of its time.
-
     python -m benchmarks.bench_images --torch .venv-parity --onnx .venv-peers
     python -m benchmarks.bench_images --torch .venv-parity --tower colqwen2 --images 8
 
@@ -20,37 +17,23 @@ Columns: `times` is how many times as fast our library is in the same dtype, in 
 float32.
 """
 
-import json
-import os
 import sys
 import tempfile
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import jax
-import msgspec
 import numpy as np
 
-from benchmarks import bench_model, peer, report, subject
-from benchmarks.bench_libraries import vectors_of
-from benchmarks.parameters import random_parameters
-from benchmarks.peer import Peer
-from benchmarks.subject import Subject
-from jaxembed.checkpoints import checkpoint, hub
-from jaxembed.checkpoints.source import ModelSource
-from jaxembed.data.spec import IMAGE_ROUTE, NormalizeLayer, Pooled
-from jaxembed.engine.autotune.calibrate import Calibration
-from jaxembed.engine.bucket import Bucket, BucketGrid
-from jaxembed.models import program
-from jaxembed.models.tokens import PackedTokens
+from benchmarks import peer, report
+from benchmarks.peer import Contestant
 
-WORKER = Path(__file__).parent / "peers" / "images.py"
+PROGRAM = "images.py"
 OURS, THEIRS = "jaxembed", "transformers"
 DTYPES = ("float32", "bfloat16")
 BATCHES = (1, 4, 8, 16, 32)
@@ -170,57 +153,9 @@ TOWERS = {
 }
 
 
-@dataclass(frozen=True)
-class Contestant:
-    """A library, and the dtype that it runs in."""
-
-    name: str
-    python: Path
-    library: str  # a name of peers/images.py
-    dtype: str
-
-
-class Worker:
-    """A contestant in its process, with the fastest batch size chosen."""
-
-    def __init__(self, contestant: Contestant, process: Peer, folder: Path, count: int):
-        self._process, self._count = process, count
-        self.contestant = contestant
-        job = {"library": contestant.library, "dtype": contestant.dtype, "threads": os.cpu_count()}
-        job |= {name: str(folder / name) for name in ("model", "images", "cache")}
-        self.versions: dict[str, str] = self._process.ask(json.dumps(job))
-        batches = [0] if contestant.library == OURS else _batches(count)  # ours makes its own
-        runs = [{batch: self.seconds("whole", batch) for batch in batches} for _ in range(2)]
-        self.seconds_of = {batch: min(run[batch] for run in runs) for batch in batches}
-        self.batch = min(self.seconds_of, key=lambda batch: self.seconds_of[batch])
-        print(f"{contestant.name}: seconds by batch size {self.seconds_of}", flush=True)
-
-    def seconds(self, part: str, batch: int | None = None) -> float:
-        """The seconds that a part takes for all images."""
-        batch = self.batch if batch is None else batch
-        return self._process.ask(json.dumps([part, batch, self._count]))
-
-    def vectors(self) -> np.ndarray:
-        """The vectors of the last run, float64 `[vectors, dim]`, normalised."""
-        count, encoded = self._process.ask("")
-        return vectors_of(encoded, count)
-
-
-def _batches(count: int) -> list[int]:
-    """The batch sizes to try with so many images: the last one holds them all, if one does."""
-    return [batch for batch in BATCHES if batch == BATCHES[0] or batch // 2 < count]
-
-
-@contextmanager
-def working(contestant: Contestant, folder: Path, count: int) -> Iterator[Worker]:
-    """Run a worker that has loaded its model and chosen its batch size; end its process after."""
-    with peer.running(contestant.name, contestant.python, WORKER) as process:
-        yield Worker(contestant, process, folder, count)
-
-
 def parse(argv: Sequence[str] | None) -> Namespace:
     """Parse the command line; None means this program's own arguments."""
-    parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = report.parser(__file__, __doc__)
     parser.add_argument(
         "--torch", type=Path, required=True, help="an environment with transformers and Pillow"
     )
@@ -228,12 +163,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--tower", choices=TOWERS, default="clip-b32")
     parser.add_argument("--images", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--buckets", default="4x400,8x64,8x50", help="of the tower alone")
-    parser.add_argument("--repeat", type=int, default=9, help="rounds of these buckets")
-    parser.add_argument("--kernels", default="auto", help="as of `jaxembed serve`")
-    parser.add_argument("--cache-dir", type=Path, help="for the results of kernel trials")
-    report.add_arguments(parser)
-    args = parser.parse_args(argv)
+    args = report.parse(parser, argv)
     if args.onnx and TOWERS[args.tower].sizes == PAGES:
         parser.error(f"--onnx is for towers without texts, not for {args.tower}; leave it out")
     return args
@@ -242,142 +172,63 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure the contestants in turns, and print and write the results."""
     args = parse(argv)
-    report.configure_jax()
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folder = Path(name)
-        tower = TOWERS[args.tower]
-        make(folder / "model", tower, args.torch)
-        write_images(folder / "images", args.images, tower.sizes)
-        workers = [
-            stack.enter_context(working(one, folder, args.images)) for one in contestants(args)
-        ]
-        seconds = measure(workers, args.rounds)
-        vectors = {worker.contestant.name: worker.vectors() for worker in workers}
-        towers = of_products(folder, args) if tower.config["model_type"] == "clip" else []
-    rows = [row_of(worker, seconds, vectors, args.images) for worker in workers]
-    title = f"{args.tower} (random), {args.images} images, {report.device_name()}"
-    report.show([row | {"cosine": f"{row['cosine']:.5f}"} for row in rows], title)
-    if towers:
-        report.show(towers)
+    tower, seconds = TOWERS[args.tower], {}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        job = {name: str(Path(folder) / name) for name in ("model", "images", "cache")}
+        with peer.running(
+            Contestant("maker", args.torch, "maker"), PROGRAM, **job, **asdict(tower)
+        ):
+            pass  # it answers when it has written the model
+        write_images(Path(job["images"]), args.images, tower.sizes)
+        workers = []
+        for one in contestants(args):
+            worker = stack.enter_context(peer.running(one, PROGRAM, **job))
+            batches = [n for n in BATCHES if n == BATCHES[0] or n // 2 < args.images]
+            worker.choose((0,) if one.library == OURS else batches, "whole")
+            workers.append(worker)
+        for part in PARTS:
+            calls = {w.name: partial(w.seconds, part, w.batch) for w in workers}
+            seconds[part] = report.in_turns(calls, args.rounds)
+        vectors = {worker.name: worker.vectors() for worker in workers}
+    rows = [row_of(worker.name, worker.batch, seconds, vectors, args.images) for worker in workers]
+    report.show(rows, f"{args.tower} (random), {args.images} images, {report.device_name()}")
     facts = {
         "model": f"{args.tower} (random)",
         "images": args.images,
         "sizes": [f"{width}x{height}" for height, width in tower.sizes],
         "config": tower.config,
-        "versions": {worker.contestant.name: worker.versions for worker in workers},
-        "batches": {worker.contestant.name: worker.seconds_of for worker in workers},
-        "results": rows,
-        "towers": towers,
-        "rounds": seconds,
     }
-    report.finish("bench_images", argv, facts, args.out)
+    report.finish(args, facts | peer.about(workers) | {"results": rows, "rounds": seconds})
 
 
-def make(folder: Path, tower: Tower, environment: Path) -> None:
-    """Let transformers write a model of random weights to a folder."""
-    with peer.running(THEIRS, environment / "bin/python", WORKER) as process:
-        process.ask(json.dumps(asdict(tower) | {"model": str(folder)}))
-
-
-def contestants(args: Namespace) -> list[Contestant]:
+def contestants(args: Namespace) -> Iterator[Contestant]:
     """Our library, and the peers whose environments the arguments name."""
-    pythons = {OURS: Path(sys.executable), THEIRS: args.torch / "bin/python"}
-    every = [
-        Contestant(f"{name} {dtype}", python, name, dtype)
-        for name, python in pythons.items()
-        for dtype in DTYPES
-    ]
+    for library, environment in ((OURS, Path(sys.prefix)), (THEIRS, args.torch)):
+        for dtype in DTYPES:
+            yield Contestant(f"{library} {dtype}", environment, library, {"dtype": dtype})
     if args.onnx:
-        python = args.onnx / "bin/python"
-        every.append(Contestant("onnxruntime float32", python, "onnxruntime", "float32"))
-    return every
-
-
-def measure(workers: Sequence[Worker], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Measure the seconds of each contestant and part in each round."""
-    seconds: dict[str, dict[str, list[float]]] = {
-        worker.contestant.name: {part: [] for part in PARTS} for worker in workers
-    }
-    for number in range(rounds):
-        for part in PARTS:
-            for worker in workers if number % 2 else reversed(workers):
-                seconds[worker.contestant.name][part].append(worker.seconds(part))
-    return seconds
+        yield Contestant("onnxruntime float32", args.onnx, "onnxruntime", {"dtype": "float32"})
 
 
 def row_of(
-    worker: Worker,
+    name: str,
+    batch: int,
     seconds: dict[str, dict[str, list[float]]],
     vectors: dict[str, np.ndarray],
     images: int,
 ) -> dict[str, Any]:
     """The row of a contestant, from the seconds and vectors of all."""
-    name = worker.contestant.name
-    whole, prepare, forward = (np.array(seconds[name][part]) for part in PARTS)
-    times = whole / np.array(seconds[f"{OURS} {worker.contestant.dtype}"]["whole"])
-    cosine = np.einsum("nd,nd->n", vectors[name], vectors[f"{THEIRS} float32"])
+    whole, prepare, forward = (np.array(seconds[part][name]) for part in PARTS)
+    ours = seconds["whole"][f"{OURS} {name.split()[1]}"]
     return {
         "library": name,
-        "batch": worker.batch or None,
+        "batch": batch or None,
         "images_per_s": images / float(np.median(whole)),
-        "times": float(np.median(times)),
-        "least": times.min(),
-        "most": times.max(),
+        **report.spread(whole / ours),
         "prepare_ms": 1000 * float(np.median(prepare)) / images,
         "forward_ms": 1000 * float(np.median(forward)) / images,
-        "cosine": cosine.min(),
+        "cosine": np.einsum("nd,nd->n", vectors[name], vectors[f"{THEIRS} float32"]).min(),
     }
-
-
-def of_products(folder: Path, args: Namespace) -> list[dict[str, Any]]:
-    """The rows of the tower in each bucket, beside its matrix products alone."""
-    path = hub.resolve(ModelSource(str(folder / "model"), cache_dir=folder / "cache"))
-    spec = checkpoint.load_spec(checkpoint.route_path(path, IMAGE_ROUTE))
-    # without the projection, whose product is of one token of an image
-    spec = msgspec.structs.replace(spec, heads={"dense": Pooled(("cls",), (NormalizeLayer(),))})
-    model = Subject(spec.source, spec, program(spec), random_parameters(spec), None)
-    dtype = Calibration(jax.local_devices()[0]).native_dtype()
-    pairs = [text.split("x") for text in args.buckets.split(",")]
-    grid = BucketGrid(tuple(Bucket(int(rows), int(length)) for rows, length in pairs))
-    replica = subject.replica(model, args, [grid], dtype)
-    calls, lengths_of = [], []
-    for bucket in grid.buckets:
-        replica.compile(bucket)
-        planes, lengths = full_planes(bucket, model)
-        lengths_of.append(lengths)
-        calls += [
-            partial(replica.run, bucket, planes, (replica.primary,)),
-            bench_model.products(
-                model, dtype, sum(lengths), replica.devices[0], replica.native_layout
-            ),
-        ]
-    times = report.timed_in_turn(calls, args.repeat)
-    rows = []
-    for bucket, lengths, whole, least in zip(
-        grid.buckets, lengths_of, times[::2], times[1::2], strict=True
-    ):
-        flops = subject.useful_flops(spec, model.program, lengths)
-        row = {"bucket": str(bucket), "images": len(lengths), "dtype": dtype, **whole.row()}
-        row |= {"images_per_s": 1000 * len(lengths) / whole.median}
-        row |= {"tflop_per_s": flops / whole.median / 1e9, "share": least.times(whole)}
-        rows.append(row)
-    return rows
-
-
-def full_planes(bucket: Bucket, model: Subject) -> tuple[np.ndarray, list[int]]:
-    """A batch of as many images as fit, as Replica takes it, and the lengths of its sequences."""
-    tokens = model.spec.max_input_tokens
-    a_row = bucket.length // tokens
-    draw, shape = np.random.default_rng(0), (model.program.planes, bucket.rows, bucket.length)
-    planes = draw.integers(-(2**31), 2**31, shape).astype(np.int32)
-    ids, positions, segments, types, pooled = planes[: PackedTokens.PLANES]
-    place = np.arange(bucket.length)
-    positions[:] = place % tokens
-    segments[:] = np.where(place < a_row * tokens, place // tokens + 1, 0)
-    ids[:], types[:], pooled[:] = positions == 0, 0, 0
-    first = tokens * np.arange(a_row)
-    pooled[:, :a_row], pooled[:, bucket.slots : bucket.slots + a_row] = first, first + tokens
-    return planes, [tokens] * (a_row * bucket.rows)
 
 
 def write_images(folder: Path, count: int, sizes: Sequence[tuple[int, int]]) -> None:

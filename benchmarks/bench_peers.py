@@ -1,4 +1,4 @@
-"""Compares our server with Infinity (torch) over HTTP: same weights, texts, cores and clients.
+"""Measures our server over HTTP, beside Infinity (torch): same weights, texts, cores and clients.
 
 Both servers run and take turns; one is idle while the other is measured. In every round each gets
 single queries on one connection, bulk requests on four, and queries at random times while bulk
@@ -6,28 +6,31 @@ runs. Which of them goes first alternates. Ratios are taken within a round, so t
 the machine hit both servers; the median of the rounds counts.
 
     python -m benchmarks.bench_peers --infinity .venv-peers
-    python -m benchmarks.bench_peers -- --dtype float32            # flags of jaxembed serve
+    python -m benchmarks.bench_peers --alone -- --dtype float32    # flags of jaxembed serve
 
-Answers are requested in base64, as OpenAI's own client does. `idle_cpu` is the share of a core that
-a server uses while it is idle, and so takes from the other. Neither server caches texts.
+Single texts are MS MARCO's queries; bulk requests hold texts of the mix `mixed`. A text is sent
+again only after all others were. Answers are requested in base64, as OpenAI's own client does.
+Neither server caches texts. Columns: p50 and p99 are latencies from when a request was due to the
+last byte of its answer; `client_cpu` is the share of one core that the load generator used.
 """
 
-import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks import report, servers, workloads
-from benchmarks.bench_http import BULK_CONNECTIONS, Texts, run
+from benchmarks import report, servers
 from benchmarks.load import Closed, Load, Open
 from benchmarks.servers import Server
+from benchmarks.workloads import Texts
 
 OURS, PEER = "jaxembed", "infinity"
 # Bulk has more tokens under way than our server admits on a CPU by default; Infinity has no limit.
 FLAGS = ("--max-queue-tokens", "1000000")
+WARM_S = 1.0
 # The ratios of our server to the peer: scenario, load, figure, and whether more of it is better.
 RATIOS = {
     "bulk texts/s": ("bulk", "bulk", "texts_per_s", True),
@@ -38,127 +41,94 @@ RATIOS = {
 PACKAGES = ("infinity_emb", "torch", "transformers", "sentence-transformers")
 
 
-def scenarios(texts: int, per_s: float) -> dict[str, list[Load]]:
-    """The loads of each scenario, which run at the same time, by name.
-
-    Bulk requests have `texts` texts; under bulk there are `per_s` queries a second.
-    """
-    bulk = Closed("bulk", texts, BULK_CONNECTIONS)
-    return {
-        "lone": [Closed("query", 1, 1)],
-        "bulk": [bulk],
-        "under bulk": [Open("query", 1, per_s), bulk],
-    }
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of the texts, the loads and the rounds."""
-    workloads.add_arguments(parser)
-    report.add_arguments(parser)
-    parser.add_argument("--texts", type=int, default=8192, help="different ones in bulk")
-    parser.add_argument("--bulk", type=int, default=256, help="texts of a bulk request")
-    parser.add_argument("--per-s", type=float, default=10.0, help="queries under bulk")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", default="3,4,8", help="lone, bulk, and under bulk")
+BULK = Closed("bulk", 256, 4)
+SCENARIOS: dict[str, list[Load]] = {  # the loads of each, which run at the same time
+    "lone": [Closed("query", 1, 1)],
+    "bulk": [BULK],
+    "under bulk": [Open("query", 1, 10.0), BULK],
+}
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
     """Parse the command line; None means this program's own arguments."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    at = arguments.index("--") if "--" in arguments else len(arguments)
-    parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = report.parser(__file__, __doc__)
+    servers.add_arguments(parser)
     parser.add_argument("--infinity", type=Path, default=report.ROOT / ".venv-peers")
-    parser.add_argument("--infinity-dtype", default="auto", help="float32 with auto, on a CPU")
-    add_arguments(parser)
-    args = parser.parse_args(arguments[:at])
-    args.flags = arguments[at + 1 :]
+    parser.add_argument("--alone", action="store_true", help="without Infinity")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", default="3,4,8", help="lone, bulk, and under bulk")
+    args = report.parse(parser, argv, takes_flags=True)
+    if args.model and not args.alone:
+        parser.error("Infinity serves all-MiniLM-L6-v2; for another model add --alone")
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure both servers in turns, and print and write the results."""
+    """Measure the servers in turns, and print and write the results."""
     args = parse(argv)
-    peer_flags = ["--dtype", args.infinity_dtype]
-    with (
-        servers.infinity(args.infinity, peer_flags) as peer,
-        servers.jaxembed(None, [*FLAGS, *args.flags]) as ours,
-    ):
-        rows, idle = measure({OURS: ours, PEER: peer}, args)
-    table, ratios = summary(rows), ratios_of(rows, OURS, PEER)
-    report.show(table, f"all-MiniLM-L6-v2, {report.device_name()}, medians of rounds")
-    report.show(ratios, "times better than Infinity")
-    facts = {
-        "model": "all-MiniLM-L6-v2",
-        "bulk": args.bulk,
-        "flags": {OURS: [*FLAGS, *args.flags], PEER: peer_flags},
-        "peer_versions": report.versions_in(args.infinity, PACKAGES),
-        "idle_cpu": idle,
-        "ratios": ratios,
-        "summary": table,
-        "results": rows,
-    }
-    report.finish("bench_peers", argv, facts, args.out)
+    with ExitStack() as stack:
+        ours = servers.jaxembed(args.model, [*FLAGS, *args.flags])
+        running = {OURS: stack.enter_context(ours)}
+        if not args.alone:
+            running[PEER] = stack.enter_context(servers.infinity(args.infinity))
+        rows = measure(running, args)
+    model = args.model or "all-MiniLM-L6-v2"
+    facts = {"model": model, "bulk": BULK.texts, "flags": [*FLAGS, *args.flags]}
+    facts |= {"summary": summary(rows), "results": rows}
+    report.show(facts["summary"], f"{model}, {report.device_name()}, medians of rounds")
+    if not args.alone:
+        facts |= {"peer_versions": report.versions(PACKAGES, args.infinity)}
+        facts |= {"ratios": ratios_of(rows)}
+        report.show(facts["ratios"], "times better than Infinity")
+    report.finish(args, facts)
 
 
-def measure(
-    running: dict[str, Server], args: Namespace
-) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Measure the servers in turns.
+def measure(running: dict[str, Server], args: Namespace) -> list[dict[str, Any]]:
+    """Measure the servers in turns. Returns a row for each round, server, scenario and load."""
+    texts, rows = Texts(args), []
+    seconds_of = dict(zip(SCENARIOS, map(float, args.seconds.split(",")), strict=True))
 
-    Returns a row for each round, server, scenario and load, and by server the share of a core that
-    it uses while idle.
-    """
-    texts = Texts(args)
-    loads_of = scenarios(args.bulk, args.per_s)
-    seconds = dict(zip(loads_of, map(float, args.seconds.split(",")), strict=True))
+    def measured(server: Server, scenario: str, seconds: float, seed: int = 0):
+        loads = [
+            (one, texts.requests(server.target, one.texts, "base64")) for one in SCENARIOS[scenario]
+        ]
+        return server.measure(loads, seconds, seed)
+
     for server in running.values():
-        for loads in loads_of.values():
-            run(server.target, texts, loads, "base64", 1.0)
-    idle = {name: server.idle_share() for name, server in running.items()}
-    rows = []
+        for scenario in SCENARIOS:
+            measured(server, scenario, WARM_S)
     for number in range(args.rounds):
-        order = list(running) if number % 2 else list(reversed(running))
-        for scenario, loads in loads_of.items():
-            for name in order:
+        for scenario, seconds in seconds_of.items():
+            for name in running if number % 2 else reversed(running):
                 about = {"round": number, "server": name, "scenario": scenario}
-                results = run(
-                    running[name].target, texts, loads, "base64", seconds[scenario], seed=number
-                )
-                rows += [about | row for row in results]
-                print(".", end="", flush=True)
-    print()
-    return rows, idle
+                found = measured(running[name], scenario, seconds, seed=number)
+                rows += [about | row for row in found]
+    return rows
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The medians over the rounds for each server, scenario and load."""
-    keys = dict.fromkeys((r["scenario"], r["load"], r["server"]) for r in rows)
-    figures = ("texts_per_s", "p50_ms", "p95_ms", "p99_ms", "worst_ms", "client_cpu")
-    table = []
-    for scenario, load, server in keys:
-        own = [
-            r for r in rows if (r["scenario"], r["load"], r["server"]) == (scenario, load, server)
-        ]
-        about = {"scenario": scenario, "load": load, "server": server}
-        about["requests"] = sum(r["requests"] for r in own)
-        table.append(about | {name: float(np.median([r[name] for r in own])) for name in figures})
-    return table
+    of: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        of.setdefault((row["scenario"], row["load"], row["server"]), []).append(row)
+    figures = ("texts_per_s", "p50_ms", "p99_ms", "client_cpu")
+    return [
+        dict(zip(("scenario", "load", "server"), key, strict=True))
+        | {name: float(np.median([row[name] for row in own])) for name in figures}
+        for key, own in of.items()
+    ]
 
 
-def ratios_of(rows: Sequence[dict[str, Any]], one: str, other: str) -> list[dict[str, Any]]:
-    """How many times better one server is than another: median, worst and best of the rounds."""
+def ratios_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How many times better our server is: median, worst and best of the rounds."""
     table = []
     for title, (scenario, load, figure, more_is_better) in RATIOS.items():
-        values = {
-            (r["round"], r["server"]): r[figure]
-            for r in rows
-            if (r["scenario"], r["load"]) == (scenario, load)
-        }
-        rounds = sorted({number for number, _ in values})
-        ratios = np.array([values[n, one] / values[n, other] for n in rounds])
-        ratios = ratios if more_is_better else 1 / ratios
-        about = {"figure": title, "rounds": len(rounds), "median": float(np.median(ratios))}
-        table.append(about | {"least": float(ratios.min()), "most": float(ratios.max())})
+        ours, theirs = (
+            np.array([row[figure] for row in rows if about.items() <= row.items()])
+            for about in ({"scenario": scenario, "load": load, "server": s} for s in (OURS, PEER))
+        )
+        ratios = ours / theirs if more_is_better else theirs / ours
+        table.append({"figure": title, **report.spread(ratios, "median")})
     return table
 
 

@@ -1,5 +1,4 @@
-"""Compares static embeddings with model2vec in process, and measures them over HTTP, in texts a
-second.
+"""Compares static embeddings with model2vec in process, in texts a second.
 
 The table and the tokenizer are those of the package wordllama (32,000 tokens, 256 dimensions),
 written as a repository of model2vec. Both libraries run in processes and environments of their own
@@ -12,55 +11,51 @@ Columns: `times` is how many times as fast ours is, in the median round; `least`
 the rounds.
 """
 
-import asyncio
 import sys
 import tempfile
-from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import cycle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 
-from benchmarks import load, report, servers, workloads
-from benchmarks.bench_libraries import LIMIT, Contestant, Worker, working
-from benchmarks.load import Closed, Load
+from benchmarks import bench_libraries, report, workloads
+from benchmarks.peer import Contestant
 from converters.weights import find
 
 OURS, PEER = "jaxembed", "model2vec"
 CALLS = {"all in one call": 0, "one by one": 1}  # -> batch size of peers/embed.py
-LOADS: tuple[Load, ...] = (Closed("lone query", 1, 1), Closed("bulk of 256", 256, 4))
-
-
-def parse(argv: Sequence[str] | None) -> Namespace:
-    """Parse the command line; None means this program's own arguments."""
-    parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--peer", type=Path, required=True, help="environment with model2vec")
-    workloads.add_arguments(parser)
-    report.add_arguments(parser)
-    parser.add_argument("--texts", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each load over HTTP")
-    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure both libraries in turns, then a server, and print and write the results."""
-    args = parse(argv)
+    parser = report.parser(__file__, __doc__)
+    parser.add_argument("--peer", type=Path, required=True, help="environment with model2vec")
+    workloads.add_arguments(parser)
+    parser.add_argument("--texts", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=15)
+    args = report.parse(parser, argv)
     texts = workloads.texts("sts", args.texts, data=args.data, seed=args.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        model = write_model(args.peer, Path(folder) / "wordllama-model2vec")
-        rounds, cosine, versions = in_process(args, model, texts)
-        over_http = measure_http(model, texts, args.seconds)
+    rounds = {}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        job = {"model": str(write_model(args.peer, Path(folder) / "wordllama-model2vec"))}
+        contestants = (
+            Contestant(OURS, Path(sys.prefix), "jaxembed-static", job),
+            Contestant(PEER, args.peer, PEER, job),
+        )
+        workers = [bench_libraries.started(stack, one, texts) for one in contestants]
+        for call, batch in CALLS.items():
+            calls = {w.name: partial(w.seconds, "embed", batch, len(texts)) for w in workers}
+            rounds[call] = report.in_turns(calls, args.rounds)
+        ours, theirs = (worker.vectors() for worker in workers)
     rows = [row_of(call, rounds[call], len(texts)) for call in CALLS]
     report.show(rows, f"static embeddings, {len(texts)} sentences, {report.device_name()}")
-    report.show(over_http, "over HTTP")
-    facts = {"texts": len(texts), "versions": versions, "worst_cosine": cosine}
-    facts |= {"results": rows, "http": over_http, "rounds": rounds}
-    report.finish("bench_static", argv, facts, args.out)
+    facts = {"texts": len(texts), "worst_cosine": np.einsum("nd,nd->n", ours, theirs).min()}
+    facts |= {"versions": {worker.name: worker.versions for worker in workers}}
+    report.finish(args, facts | {"results": rows, "rounds": rounds})
 
 
 def write_model(environment: Path, folder: Path) -> Path:
@@ -81,44 +76,10 @@ def write_model(environment: Path, folder: Path) -> Path:
     return folder
 
 
-def in_process(
-    args: Namespace, model: Path, texts: list[str]
-) -> tuple[dict[str, dict[str, list[float]]], float, dict[str, dict[str, str]]]:
-    """The seconds of every round by call and library, the worst cosine, and the versions."""
-    both = (
-        Contestant(OURS, Path(sys.executable), "jaxembed-static", model, ""),
-        Contestant(PEER, args.peer / "bin/python", PEER, model, ""),
-    )
-    rounds: dict[str, dict[str, list[float]]] = {call: {OURS: [], PEER: []} for call in CALLS}
-    with ExitStack() as stack:
-        workers: list[Worker] = [stack.enter_context(working(one, texts, LIMIT)) for one in both]
-        for number in range(args.rounds):
-            for call, batch in CALLS.items():
-                for worker in workers if number % 2 else reversed(workers):
-                    rounds[call][worker.contestant.name].append(worker.seconds(batch))
-        ours, theirs = (worker.vectors(len(texts)) for worker in workers)
-        versions = {worker.contestant.name: worker.versions for worker in workers}
-    return rounds, float(np.einsum("nd,nd->n", ours, theirs).min()), versions
-
-
 def row_of(call: str, seconds: dict[str, list[float]], texts: int) -> dict[str, Any]:
     """The row of a kind of call."""
-    times = np.array(seconds[PEER]) / np.array(seconds[OURS])
     rates = {f"{name}_per_s": texts / float(np.median(seconds[name])) for name in (OURS, PEER)}
-    spread = {"times": float(np.median(times)), "least": times.min(), "most": times.max()}
-    return {"call": call} | rates | spread
-
-
-def measure_http(model: Path, texts: list[str], seconds: float) -> list[dict[str, Any]]:
-    """The figures of our server under each load alone."""
-    rows = []
-    with servers.jaxembed(str(model), until="listening on") as server:
-        for one in LOADS:
-            parts = [texts[k : k + one.texts] for k in range(0, len(texts), one.texts)]
-            requests = cycle([server.target.request(part) for part in parts])
-            (sample,) = asyncio.run(load.run(server.target, [(one, requests)], seconds))
-            rows.append(sample.row())
-    return rows
+    return {"call": call} | rates | report.spread(np.divide(seconds[PEER], seconds[OURS]))
 
 
 if __name__ == "__main__":

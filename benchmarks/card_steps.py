@@ -21,8 +21,7 @@ import urllib.request
 import zlib
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
-from itertools import cycle
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +76,7 @@ def ceilings(args: Namespace) -> Rows:
     device = jax.local_devices()[0]
     yield {
         "folder": report.device_folder(),
-        "made": report.provenance("first_card", []),
+        "made": report.provenance("first_card", ()),
         "platform_version": device.client.platform_version.splitlines(),
         "compute_capability": getattr(device, "compute_capability", None),
         "memory": device.memory_stats(),
@@ -114,56 +113,31 @@ def _device_copy(floats: int, runs: int) -> dict[str, Any]:
 
 
 def copies(args: Namespace) -> Rows:
-    """The time of copies to the host, by size, in several ways.
+    """The time of copies to the host, by size: plain, and into pinned memory.
 
-    JAX keeps the host's copy of an array, so each run copies a new one, which `program` makes. The
-    time of the program is in the other ways too where the name says so.
+    JAX keeps the host's copy of an array, so each run copies a new one.
     """
     device = jax.local_devices()[0]
 
-    def pinned() -> SingleDeviceSharding:
-        return SingleDeviceSharding(device, memory_kind="pinned_host")
+    def pinned(array: jax.Array) -> np.ndarray:
+        memory = SingleDeviceSharding(device, memory_kind="pinned_host")
+        return np.asarray(jax.device_put(array, memory))
 
     for mb in COPIES_MB[:2] if args.tiny else COPIES_MB:
         x = jax.device_put(np.ones((int(mb * 1e6) // 4096, 1024), np.float32), device)
-        makes = jax.jit(lambda y: y + 1)
-        into = cache(lambda: jax.jit(lambda y: y + 1, out_shardings=pinned()))
-
-        def made(x=x, makes=makes) -> jax.Array:
-            return jax.block_until_ready(makes(x))
-
-        ways: dict[str, Callable[[], Callable[[], Any]]] = {
-            "program": lambda made=made: made,
-            "plain": lambda made=made: partial(np.asarray, made()),
-            "program, plain": lambda x=x, makes=makes: lambda: np.asarray(makes(x)),
-            "program, async": lambda x=x, makes=makes: lambda: _fetched_async(makes(x)),
-            "pinned": lambda made=made: partial(_fetched_by, pinned(), made()),
-            "program into pinned": lambda x=x, into=into: lambda: np.asarray(into()(x)),
-        }
-        for way, prepare in ways.items():
+        for way, fetch in (("plain", np.asarray), ("pinned", pinned)):
             label = {"mb": mb, "bytes": x.nbytes, "way": way}
-            yield attempt(label, partial(_copy, prepare, x.nbytes, args.repeat))
+            yield attempt(label, partial(_copy, x, fetch, args.repeat))
 
 
-def _copy(prepare: Callable[[], Callable[[], Any]], size: int, runs: int) -> dict[str, Any]:
-    """Time what `prepare` returns, without the preparation and without the first two runs."""
-    ms = []
+def _copy(x: jax.Array, fetch: Callable[[jax.Array], Any], runs: int) -> dict[str, Any]:
+    """Time the copy of a new array each time, without the first two."""
+    makes, ms = jax.jit(lambda y: y + 1), []
     for _ in range(runs + 2):
-        call = prepare()
-        started_at = time.perf_counter()
-        call()
-        ms.append((time.perf_counter() - started_at) * 1000)
+        made = jax.block_until_ready(makes(x))
+        ms += report.timed(partial(fetch, made), 1, warmups=0).ms
     times = report.Times(tuple(ms[2:]))
-    return {**times.row(), "gb_per_s": size / times.median / 1e6}
-
-
-def _fetched_by(sharding: SingleDeviceSharding, array: jax.Array) -> np.ndarray:
-    return np.asarray(jax.device_put(array, sharding))
-
-
-def _fetched_async(array: jax.Array) -> np.ndarray:
-    array.copy_to_host_async()
-    return np.asarray(array)
+    return {**times.row(), "gb_per_s": x.nbytes / times.median / 1e6}
 
 
 # -- models
@@ -178,7 +152,6 @@ def buckets(args: Namespace, size: str, kernel: str) -> Rows:
     """
     from benchmarks import subject
     from jaxembed.cli.loading import configure_jax
-    from jaxembed.engine.bucket import Bucket
     from jaxembed.engine.replica import Replica
     from jaxembed.models import kernels
     from jaxembed.models.attention import by_xla
@@ -200,9 +173,8 @@ def buckets(args: Namespace, size: str, kernel: str) -> Rows:
     )
     yield {"model": size, "kernel": kernel, "weights_s": time.perf_counter() - started_at}
     reference = carried_reference(args.carried, model, size)
-    for text in BUCKETS[size].split(","):
-        bucket = Bucket(*map(int, text.split("x")))
-        label = {"kernel": kernel, "bucket": text}
+    for bucket in subject.grid_of(BUCKETS[size]).buckets:
+        label = {"kernel": kernel, "bucket": str(bucket)}
         yield attempt(label, partial(_bucket, replica, model, bucket, reference, args.repeat))
 
 
@@ -353,21 +325,17 @@ def mixes(args: Namespace, size: str) -> Rows:
     """
     from benchmarks import bench_engine, bench_model, subject, workloads
 
-    arguments = bench_model.parse(
-        ["--architecture-size", size_of(args, size), "--buckets", BUCKETS[size_of(args, size)]]
-    )
-    model = subject.load(arguments)
-    grid = bench_model.chosen_grid(arguments, model)
-    limit, count = grid.max_length, 50 if args.tiny else 4096
+    size, count = size_of(args, size), 50 if args.tiny else 4096
+    arguments = bench_model.parse(["--architecture-size", size, "--dtype", "bfloat16"])
+    model, grid = subject.random_subject(size), subject.grid_of(BUCKETS[size])
+    limit, replica = grid.max_length, subject.replica(model, arguments, grid)
     lengths = [
         workloads.workload(name, count, limit=limit, vocab_size=model.vocab_size)
         for name in ("queries", "mixed", f"constant:{limit}")
     ]
-    recorder = bench_engine.Recorder(subject.replica(model, arguments, [grid], "bfloat16"))
-    budget = max(bucket.tokens for bucket in grid.buckets)
-    for row in bench_engine.measure(model, recorder, {("few", budget): grid}, lengths, args.repeat):
+    for row in bench_engine.measure(model, replica, grid, lengths, args.repeat):
         yield {"library": "jaxembed"} | row
-    model_type, config = subject.transformers_config(size_of(args, size))
+    model_type, config = subject.transformers_config(size)
     job = {
         "model_type": model_type,
         "config": config,
@@ -424,7 +392,7 @@ def server(args: Namespace, size: str, kind: str) -> Rows:
 
     The columns are those of bench_host: `text_us` is the server's CPU time for a text.
     """
-    from benchmarks import bench_host, servers
+    from benchmarks import bench_host, servers, workloads
     from benchmarks.load import Closed
 
     size = size_of(args, size)
@@ -434,26 +402,19 @@ def server(args: Namespace, size: str, kind: str) -> Rows:
     grid.write_text(json.dumps({"buckets": shapes}))
     flags = ["--buckets", str(grid), "--cache-dir", str(args.work / "cache")]
     flags += ["--max-queue-tokens", "2000000", *(["--null-model"] if kind == "null" else [])]
-    longest = min(max(TOKENS_A_TEXT), max(length for _, length in shapes))
+    longest = max(length for _, length in shapes)
     started_at = time.perf_counter()
     with servers.jaxembed(str(folder), flags) as running:
-        base = running.target.url.removesuffix("/v1/embeddings")
-        with urllib.request.urlopen(base + "/info", timeout=30) as answer:
+        with urllib.request.urlopen(running.url + "/info", timeout=30) as answer:
             info = json.load(answer).get("jaxembed", {})
         yield {"start_s": time.perf_counter() - started_at, "kernels": info.get("kernels")}
-        seconds = 0.3 if args.tiny else 5.0
+        seconds, texts = (0.3, 4) if args.tiny else (5.0, 64)
         loads = [(Closed(f"queries, {n} connections", 1, n), 10) for n in (1, 32)]
-        for tokens in TOKENS_A_TEXT:
-            texts = 4 if args.tiny else 64
-            loads.append((Closed(f"bulk of {tokens} tokens", texts, 8), min(tokens, longest)))
+        loads += [(Closed(f"bulk of {n} tokens", texts, 8), n) for n in TOKENS_A_TEXT]
         for one, tokens in loads:
-
-            def requests(target, count: int, tokens: int = tokens):
-                pool = words_of(4096 if count == 1 else 16 * count, tokens)
-                parts = (pool[k : k + count] for k in range(0, len(pool), count))
-                return cycle([target.request(part) for part in parts])
-
-            measured = partial(bench_host.measure, running, "base64", one, requests, seconds)
+            pool = words_of(4096 if one.texts == 1 else 16 * texts, min(tokens, longest))
+            requests = workloads.requests(running.target, pool, one.texts)
+            measured = partial(bench_host.measure, running, one, requests, seconds)
             yield attempt({"load": one.name}, measured)
 
 
@@ -462,13 +423,8 @@ def start(args: Namespace, size: str) -> Rows:
     from benchmarks import bench_start
 
     folder = write_checkpoint(args.work / CHECKPOINT, size_of(args, size))
-    after_s = "0.5" if args.tiny else "5"
-    flags = ["--", "--max-batch-tokens", "128"] if args.tiny else []
-    arguments = bench_start.parse([str(folder), "--data", "none", "--after-s", after_s, *flags])
-    cache = args.work / "start"
-    cache.mkdir()
-    for kind in ("cold", "warm"):
-        yield {"start": kind} | bench_start.serve_once(arguments, cache)
+    flags = ["--max-batch-tokens", "128"] if args.tiny else []
+    yield from bench_start.cold_and_warm(str(folder), flags)
 
 
 STEPS: dict[str, Callable[..., Rows]] = {

@@ -26,7 +26,7 @@ import os
 import re
 import sys
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,13 +36,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import report, subject
 from jaxembed.data.spec import DType, ModelSpec
 from jaxembed.engine.autotune.calibrate import ACCELERATOR_TOKENS
 from jaxembed.engine.bucket import TPU_TILE, Bucket, default_grid
-from jaxembed.engine.placement import Device, mesh_of, placed_bytes
+from jaxembed.engine.placement import Device, placed_bytes
 from jaxembed.engine.replica import compile_described, output_variants
 from jaxembed.models import Program, kernels, program
 from jaxembed.models.attention import Attend, by_xla
@@ -56,7 +55,6 @@ MOVES = {
 PRODUCTS = {"convolution", "dot"}
 EXCHANGES = r" (?:all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 KERNEL = 'custom_call_target="tpu_custom_call"'
-SIDE = 8192  # of the matrices of `product_mfu`
 # what --check compiles, which figures it compares, and by which share they may change
 CHECKED = {"sizes": "bert-base,xlm-r-large,modernbert-base,qwen3-0.6b", "kernels": "splash"}
 FIGURES = ("mcycles", "moves", "temporary_mb", "output_mb", "kernel_calls")
@@ -130,8 +128,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                     report.show([rows[-1]])
     report.show(rows, f"{device.device_kind}, compiled without one")
     facts = {"chip": args.chip, "results": rows}
-    if chip is not None:
-        facts["product_mfu"] = product_mfu(device, chip)
     facts["compilers"] = report.versions(("libtpu", "jax-cuda13-plugin", "jax", "jaxlib"))
     if args.check is not None and args.check.exists():
         before = json.loads(args.check.read_text())
@@ -139,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if lines := differences(before, facts):
                 sys.exit("\n".join(["the compiler says something else:", *lines, WHAT_TO_DO]))
             return
-    report.finish("compile_for", argv, facts, args.out)
+    report.finish(args, facts)
 
 
 def buckets_of(names: str, device: Device, size: str) -> list[str]:
@@ -170,7 +166,7 @@ def gpu_devices(target: Path) -> Sequence[Device]:
 
 def parse(argv: Sequence[str] | None) -> Namespace:
     """Parse the command line; None means this program's own arguments."""
-    parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = report.parser(__file__, __doc__)
     parser.add_argument("chip", choices=[*CHIPS, "gpu"])
     parser.add_argument("--target", type=Path, metavar="FILE", help="XLA's description of the GPU")
     parser.add_argument("--sizes", default="bert-base", help="of SIZES, with commas")
@@ -189,13 +185,12 @@ def parse(argv: Sequence[str] | None) -> Namespace:
         help="compile the programs of CHECKED, and fail if a figure differs from FILE's by more "
         f"than {TOLERANCE:.0%}; write FILE if it is missing or of other compilers",
     )
-    report.add_arguments(parser)
-    args = parser.parse_args(argv)
+    args = report.parse(parser, argv)
     if (args.chip == "gpu") != (args.target is not None):
         parser.error("give --target with gpu, and only then")
     if args.check is not None:
         parser.set_defaults(out=args.check, **CHECKED)
-        args = parser.parse_args(argv)
+        args = report.parse(parser, argv)
     return args
 
 
@@ -216,15 +211,6 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         if changes:
             lines.append(f"{name}: {', '.join(changes)}")
     return lines
-
-
-def product_mfu(device: Device, chip: Chip) -> float:
-    """The share of the peak that the compiler expects of a large product alone."""
-    placed = NamedSharding(mesh_of([device]), PartitionSpec())
-    side = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.bfloat16, sharding=placed)
-    compiled = jax.jit(jnp.matmul).lower(side, side).compile()
-    cycles = sum(one.cycles for one in instructions(compiled.as_text() or ""))
-    return 2.0 * SIDE**3 / chip.flops_per_cycle / cycles
 
 
 def row_of(

@@ -8,7 +8,7 @@ here does. A score depends on the models and the data alone, apart from rounding
 """
 
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -24,35 +24,25 @@ FOLDER = "scifact"
 RANKINGS = {"dense": ["dense"], "sparse": ["sparse"], "fused": ["dense", "sparse"]}
 
 
-def parse(argv: Sequence[str] | None) -> Namespace:
-    """Parse the command line; None means this program's own arguments."""
-    parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def main(argv: Sequence[str] | None = None) -> None:
+    """Score the models, and print and write the results."""
+    parser = report.parser(__file__, __doc__)
     parser.add_argument("--dense", help="directory or hub id; default: all-MiniLM-L6-v2")
     parser.add_argument("--sparse", required=True, help="directory or hub id")
     parser.add_argument("--data", type=Path, default=DATA, help=f"folder with {FOLDER}, as BEIR")
     parser.add_argument("--dtype", choices=get_args(DType), help="default: the device's")
     parser.add_argument("--cache-dir", type=Path)
-    report.add_arguments(parser)
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Score the models, and print and write the results."""
-    args = parse(argv)
+    args = report.parse(parser, argv)
     report.configure_jax()
-    if not (args.data / FOLDER).is_dir():
-        print(f"skipped: no {FOLDER} in the folder given by --data")
-        report.finish("eval_hybrid", argv, {"skipped": True}, args.out)
-        return
     facts = evaluate(args)
     title = f"SciFact test, {facts['documents']} abstracts, {facts['queries']} queries"
     report.show(facts["results"], title)
-    report.finish("eval_hybrid", argv, facts, args.out)
+    report.finish(args, facts)
 
 
 def evaluate(args: Namespace) -> dict[str, Any]:
     """Index the abstracts, and score the rankings of the queries by each kind of vector."""
-    # imported here, so that what says "skipped" does without qdrant-client
+    # imported here, so that a test can import this file without qdrant-client
     from examples import hybrid_search, retrieve_and_rerank
 
     folder = args.data / FOLDER

@@ -10,7 +10,7 @@ file), and the device's default dtype 82.03 +- 0.1. The exit status is 1 if a sc
 
 import sys
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -27,28 +27,22 @@ TOLERANCE = {"float32": 0.02, "bfloat16": 0.1, "float16": 0.1}
 FILE = "stsb/stsb-en-test.csv"
 
 
-def parse(argv: Sequence[str] | None) -> Namespace:
-    """Parse the command line; None means this program's own arguments."""
-    parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def main(argv: Sequence[str] | None = None) -> int:
+    """Score the model, and print and write the results. Returns the exit status."""
+    parser = report.parser(__file__, __doc__)
     parser.add_argument("model", nargs="?", help="directory or hub id; default: all-MiniLM-L6-v2")
     parser.add_argument("--data", type=Path, default=DATA, help=f"folder with {FILE}")
     parser.add_argument("--dtype", choices=get_args(DType), help="only this one")
     parser.add_argument("--expected", type=float, default=EXPECTED)
     parser.add_argument("--tolerance", type=float, help="instead of the dtype's own")
     parser.add_argument("--cache-dir", type=Path)
-    report.add_arguments(parser)
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Score the model, and print and write the results. Returns the exit status."""
-    args = parse(argv)
+    args = report.parse(parser, argv)
     report.configure_jax()
     path = args.data / FILE
     facts: dict[str, Any] = {"model": args.model, "expected": args.expected}
     if not path.is_file():
         print(f"skipped: no {FILE} in the folder given by --data")
-        report.finish("eval_sts", argv, facts | {"skipped": True}, args.out)
+        report.finish(args, facts | {"skipped": True})
         return 0
     pairs = sts_pairs(path)
     rows = [evaluate(args, pairs, args.dtype or "float32")]
@@ -57,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows += [default] if default["dtype"] != "float32" else []
     report.show(rows, f"STS-B test, {len(pairs)} pairs, {report.device_name()}")
     passed = all(row["passed"] for row in rows)
-    report.finish("eval_sts", argv, facts | {"results": rows, "passed": passed}, args.out)
+    report.finish(args, facts | {"results": rows, "passed": passed})
     return 0 if passed else 1
 
 

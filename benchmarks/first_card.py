@@ -95,7 +95,7 @@ CALLS: dict[int, list[Step]] = {
             Step(f"attention:{name}", 40)
             for name in (
                 *("triton-64x64", "triton-64x32", "triton-128x32", "triton-128x128"),
-                *("cudnn-mask", "cudnn-lengths", "cudnn-bias", "jax-nn-xla", "splash"),
+                "splash",
             )
         ),
     ],

@@ -9,7 +9,7 @@ the server. Knows nothing of models.
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -92,6 +92,9 @@ class Connections:
             await connection.close()
 
 
+Ask = Callable[[Connection, float], Awaitable[None]]  # given also the time when it is due
+
+
 @dataclass(frozen=True)
 class Closed:
     """A closed loop: clients with a connection each, which send one request after the other."""
@@ -99,6 +102,17 @@ class Closed:
     name: str
     texts: int  # in one request
     connections: int
+
+    async def run(self, connections: Connections, ask: Ask, seconds: float, seed: int) -> None:
+        """Send requests for `seconds`, and wait for the last answers."""
+        opened = [await connections.open() for _ in range(self.connections)]
+        end = time.perf_counter() + seconds
+
+        async def client(connection: Connection) -> None:
+            while (now := time.perf_counter()) < end:
+                await ask(connection, now)
+
+        await asyncio.gather(*map(client, opened))
 
 
 @dataclass(frozen=True)
@@ -109,91 +123,52 @@ class Open:
     texts: int  # in one request
     per_s: float  # mean number of requests a second, with exponential gaps
 
+    async def run(self, connections: Connections, ask: Ask, seconds: float, seed: int) -> None:
+        """Send requests for `seconds`, and wait for the last answers."""
+        gaps = np.random.default_rng(seed).exponential(
+            1 / self.per_s, int(self.per_s * seconds * 2) + 20
+        )
+        times, start = np.cumsum(gaps), time.perf_counter()
+        idle: list[Connection] = []
+
+        async def one(due: float) -> None:
+            await asyncio.sleep(due - time.perf_counter())
+            connection = idle.pop() if idle else await connections.open()
+            await ask(connection, due)
+            idle.append(connection)
+
+        await asyncio.gather(*(one(start + at) for at in times[times < seconds]))
+
 
 Load = Closed | Open
 
 
-@dataclass(frozen=True)
-class Sample:
-    """The latencies of one load."""
-
-    load: Load
-    due_s: list[float]  # when each request was due, from the start
-    latencies_s: list[float]
-    elapsed_s: float  # until the last answer
-
-    def row(self) -> dict[str, Any]:
-        """The figures of the load: latency percentiles in milliseconds, and texts a second."""
-        ms = np.array(self.latencies_s) * 1000
-        return {
-            "load": self.load.name,
-            "loop": "closed" if isinstance(self.load, Closed) else "open",
-            "connections": getattr(self.load, "connections", None),
-            "per_s": getattr(self.load, "per_s", None),
-            "texts": self.load.texts,
-            "requests": len(ms),
-            "texts_per_s": len(ms) * self.load.texts / self.elapsed_s,
-            **{f"p{q}_ms": float(np.percentile(ms, q)) for q in (50, 95, 99)},
-            "worst_ms": float(ms.max()),
-        }
-
-
 async def run(
     target: Target, loads: Sequence[tuple[Load, Iterator[bytes]]], seconds: float, seed: int = 0
-) -> list[Sample]:
-    """Run all loads at once for `seconds`, and wait for the last answers. Returns a sample each.
+) -> list[dict[str, Any]]:
+    """Run all loads at once for `seconds`, and wait for the last answers.
 
-    Each load has an iterator of its requests, which must not end. Raises OSError at the first
+    Each load has an iterator of its requests, which must not end. Returns a row for each load:
+    texts a second, and percentiles of the latency in milliseconds. Raises OSError at the first
     request that fails.
     """
-    calls = {Closed: _closed, Open: _open}
-    jobs = [calls[type(load)](target, load, requests, seconds, seed) for load, requests in loads]
-    return await asyncio.gather(*jobs)
 
+    async def one(load: Load, requests: Iterator[bytes]) -> dict[str, Any]:
+        ms: list[float] = []
 
-async def _closed(
-    target: Target, load: Closed, requests: Iterator[bytes], seconds: float, _: int
-) -> Sample:
-    dues: list[float] = []
-    latencies: list[float] = []
-
-    async def client(connection: Connection, start: float) -> None:
-        while (due := time.perf_counter()) < start + seconds:
+        async def ask(connection: Connection, due: float) -> None:
             await connection.ask(next(requests))
-            dues.append(due - start)
-            latencies.append(time.perf_counter() - due)
+            ms.append((time.perf_counter() - due) * 1000)
 
-    async with Connections(target) as connections:
-        ready = [await connections.open() for _ in range(load.connections)]
-        start = time.perf_counter()
-        await asyncio.gather(*(client(connection, start) for connection in ready))
-        return Sample(load, dues, latencies, time.perf_counter() - start)
+        async with Connections(target) as connections:
+            start = time.perf_counter()
+            await load.run(connections, ask, seconds, seed)
+            elapsed_s = time.perf_counter() - start
+        return {
+            "load": load.name,
+            "requests": len(ms),
+            "texts_per_s": len(ms) * load.texts / elapsed_s,
+            **{f"p{q}_ms": float(np.percentile(ms, q)) for q in (50, 99)},
+        }
 
-
-async def _open(
-    target: Target, load: Open, requests: Iterator[bytes], seconds: float, seed: int
-) -> Sample:
-    idle: list[Connection] = []
-    dues: list[float] = []
-    latencies: list[float] = []
-
-    async def one(due: float, start: float, connections: Connections) -> None:
-        await asyncio.sleep(due - time.perf_counter())
-        connection = idle.pop() if idle else await connections.open()
-        await connection.ask(next(requests))
-        dues.append(due - start)
-        latencies.append(time.perf_counter() - due)
-        idle.append(connection)
-
-    async with Connections(target) as connections:
-        start = time.perf_counter()
-        times = start + arrivals(load.per_s, seconds, seed)
-        await asyncio.gather(*(one(due, start, connections) for due in times))
-        return Sample(load, dues, latencies, time.perf_counter() - start)
-
-
-def arrivals(per_s: float, seconds: float, seed: int = 0) -> np.ndarray:
-    """Draw the times of requests in seconds, sorted, from a Poisson process with this rate."""
-    draw = np.random.default_rng(seed)
-    times = np.cumsum(draw.exponential(1 / per_s, int(per_s * seconds * 2) + 20))
-    return times[times < seconds]
+    return await asyncio.gather(*(one(load, requests) for load, requests in loads))

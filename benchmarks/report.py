@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -91,14 +91,52 @@ def _once(call: Callable[[], Any]) -> float:
     return (time.perf_counter() - start) * 1000
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add the option that every benchmark has."""
-    parser.add_argument(
+def in_turns(calls: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Call each function once in every round, in alternating order; return their values by name.
+
+    The functions measure themselves and return seconds.
+    """
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds):
+        for name in calls if number % 2 else reversed(calls):
+            found[name].append(calls[name]())
+    return found
+
+
+def spread(ratios: Sequence[float] | np.ndarray, name: str = "times") -> dict[str, float]:
+    """The columns of the ratios of several rounds: the median by a name, the least and the most."""
+    return {
+        name: float(np.median(ratios)),
+        "least": float(np.min(ratios)),
+        "most": float(np.max(ratios)),
+    }
+
+
+def parser(file: str, doc: str | None) -> ArgumentParser:
+    """Make the parser of a benchmark from its file and docstring, with the option that all have."""
+    made = ArgumentParser(description=(doc or "").split("\n")[0])
+    made.set_defaults(benchmark=Path(file).stem)
+    made.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
         help="write the JSON here too; of a folder, to FOLDER/<device>/<benchmark>.json",
     )
+    return made
+
+
+def parse(
+    parser: ArgumentParser, argv: Sequence[str] | None, *, takes_flags: bool = False
+) -> Namespace:
+    """Parse the command line; None means this program's own arguments.
+
+    With `takes_flags`, what follows "--" is `flags`, for a server.
+    """
+    given = [*sys.argv[1:]] if argv is None else [*argv]
+    at = given.index("--") if takes_flags and "--" in given else len(given)
+    args = parser.parse_args(given[:at])
+    args.arguments, args.flags = given, given[at + 1 :]
+    return args
 
 
 def configure_jax() -> None:
@@ -108,24 +146,22 @@ def configure_jax() -> None:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
-def finish(
-    benchmark: str, argv: Sequence[str] | None, facts: dict[str, Any], out: Path | None
-) -> None:
-    """Print the results as a JSON object in the last line, and write them to `out`, if given."""
-    report = {"benchmark": benchmark, **facts, "made": provenance(benchmark, argv)}
-    if out is not None:
-        out = out / device_folder() / f"{benchmark}.json" if out.suffix != ".json" else out
+def finish(args: Namespace, facts: dict[str, Any]) -> None:
+    """Print the results as a JSON object in the last line, and write them to `--out`, if given."""
+    made = provenance(args.benchmark, args.arguments)
+    report = rounded({"benchmark": args.benchmark, **facts, "made": made})
+    if (out := args.out) is not None:
+        out = out if out.suffix == ".json" else out / device_folder() / f"{args.benchmark}.json"
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(rounded(report), indent=1) + "\n")
+        out.write_text(json.dumps(report, indent=1) + "\n")
         print(f"written to {out}")
-    print(json.dumps(rounded(report)), flush=True)
+    print(json.dumps(report), flush=True)
 
 
-def provenance(benchmark: str, argv: Sequence[str] | None) -> dict[str, Any]:
-    """Everything needed to reproduce a result. `argv` None means this program's own arguments."""
-    arguments = sys.argv[1:] if argv is None else argv
+def provenance(benchmark: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Everything needed to reproduce a result."""
     return {
-        "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *map(str, arguments)]),
+        "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *arguments]),
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "device": device_name(),
@@ -137,35 +173,22 @@ def provenance(benchmark: str, argv: Sequence[str] | None) -> dict[str, Any]:
     }
 
 
-def versions(packages: Sequence[str]) -> dict[str, str]:
-    """The versions of the packages that are installed, by name."""
-    installed = {}
-    for name in packages:
-        try:
-            installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return installed
-
-
-def versions_in(environment: Path, packages: Sequence[str]) -> dict[str, str]:
-    """The versions of the packages that are installed in another virtual environment."""
-    folders = [str(path) for path in environment.glob("lib/python3*/site-packages")]
-    installed = {d.name: d.version for d in metadata.distributions(path=folders)}
+def versions(packages: Sequence[str], environment: Path | None = None) -> dict[str, str]:
+    """The versions of the packages that are installed, here or in another virtual environment."""
+    paths = sys.path if environment is None else map(str, environment.glob("lib/python3*/site-*"))
+    distributions = [*metadata.distributions(path=[*paths])]
+    installed = {d.name: d.version for d in reversed(distributions)}  # the first one is imported
     return {name: installed[name] for name in packages if name in installed}
 
 
 def commit(checkout: Path = ROOT) -> str | None:
     """The commit of a working tree, with "+" if files were changed; None without a repository."""
-    git = ["git", "-C", str(checkout)]
+    git = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=12", "--dirty=+"]
     try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-        status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True)
-    except OSError:
+        found = subprocess.run([*git, "--exclude=*"], capture_output=True, text=True)
+    except OSError:  # git is not installed
         return None
-    if head.returncode:
-        return None
-    return head.stdout.strip()[:12] + ("+" if status.stdout.strip() else "")
+    return found.stdout.strip() or None
 
 
 def device_name() -> str:
@@ -209,9 +232,6 @@ def show(rows: Sequence[dict[str, Any]], title: str = "") -> None:
     """Print rows with the same keys as an aligned table."""
     if title:
         print(f"\n{title}")
-    if not rows:
-        print("(nothing)")
-        return
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = [names, *([_cell(row.get(name)) for name in names] for row in rows)]
     widths = [max(len(line[k]) for line in lines) for k in range(len(names))]
@@ -229,6 +249,8 @@ def _cell(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
+        if 0.99 <= value < 1:  # a cosine: with four digits 0.99996 would become 1
+            return f"{value:.5f}"
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return str(value)
 

@@ -1,60 +1,112 @@
-"""Starts a server for a benchmark, waits until it is ready, and ends it: ours or Infinity."""
+"""Starts a server for a benchmark, ours or Infinity, measures loads on it, and ends it."""
 
-import json
+import asyncio
 import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from benchmarks import report
-from benchmarks.load import Target
+from benchmarks import load, report, workloads
+from benchmarks.load import Load, Target
 from jaxembed.checkpoints.hub import DEFAULT_MODEL_PACKAGE
 
 START_S = 240.0
 POLL_S = 0.01
 SERVED = "benchmark"
-METRICS = (
-    "jaxembed_compile_count",
-    "jaxembed_compile_cache_hits",
-    "jaxembed_compile_seconds",
-    "jaxembed_bucket_timings",
-)
+METRICS = ("jaxembed_compile_count", "jaxembed_bucket_timings")
 COMPILED = "buckets compiled in"  # text in our server's log when every bucket is compiled
 TIMED = "buckets timed"  # text in our server's log when every bucket is timed
 
 
 @dataclass(frozen=True)
 class Server:
-    """A running server."""
+    """A server that is starting or running."""
 
+    url: str
+    process: subprocess.Popen
     target: Target
-    process: psutil.Process
-    metrics: Callable[[], dict[str, float]] = dict  # its METRICS: what it compiled and timed
+    log: list[str] = field(default_factory=list)  # the lines that it has written
+    started_at: float = field(default_factory=time.monotonic)
 
-    def cpu_s(self) -> float:
-        """The CPU time in seconds that it has used, with its child processes."""
-        times = [p.cpu_times() for p in (self.process, *self.process.children(recursive=True))]
-        return sum(t.user + t.system for t in times)
+    def until(self, happened: Callable[[], bool]) -> float:
+        """Wait until `happened()`. Returns the seconds since the start of the process.
 
-    def engine_cpu_s(self) -> float:
-        """The CPU time in seconds that it has used, without that of its child processes."""
-        times = self.process.cpu_times()
-        return times.user + times.system
+        Raises TimeoutError, with the last lines of the log, if it takes too long or the process
+        ends.
+        """
+        while not happened():
+            elapsed = time.monotonic() - self.started_at
+            if elapsed > START_S or self.process.poll() is not None:
+                lines = "\n".join(self.log[-20:])
+                raise TimeoutError(f"the server did not come up in {elapsed:.0f} s:\n{lines}")
+            time.sleep(POLL_S)
+        return time.monotonic() - self.started_at
 
-    def idle_share(self, seconds: float = 3.0) -> float:
-        """The share of a core that it uses while idle. Sleeps for `seconds` to measure it."""
-        before = self.cpu_s()
-        time.sleep(seconds)
-        return (self.cpu_s() - before) / seconds
+    def says(self, text: str) -> bool:
+        """Whether the log contains a text."""
+        return any(text in line for line in self.log)
+
+    def answers(self, path: str, body: bytes | None = None) -> bool:
+        """Whether the server answers a request with status 200."""
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, body, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=START_S) as answer:
+                answer.read()
+                return True
+        except OSError:  # also of another status
+            return False
+
+    def metrics(self) -> dict[str, float]:
+        """The METRICS of our server: what it has compiled and timed so far."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=START_S) as answer:
+            lines = [line.split() for line in answer.read().decode().splitlines()]
+        return {line[0]: float(line[1]) for line in lines if line and line[0] in METRICS}
+
+    def cpu_s(self) -> tuple[float, float]:
+        """The CPU seconds of the process, and of its child processes."""
+        process = psutil.Process(self.process.pid)
+        own, *others = (p.cpu_times() for p in (process, *process.children(recursive=True)))
+        return own.user + own.system, sum(t.user + t.system for t in others)
+
+    def measure(
+        self, loads: Sequence[tuple[Load, Iterator[bytes]]], seconds: float, seed: int = 0
+    ) -> list[dict[str, Any]]:
+        """Run loads at once. Returns a row for each, with the share of a core that the client
+        used."""
+        start, cpu = time.perf_counter(), time.process_time()
+        rows = asyncio.run(load.run(self.target, loads, seconds, seed))
+        share = (time.process_time() - cpu) / (time.perf_counter() - start)
+        return [row | {"client_cpu": share} for row in rows]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options of our server's model, and of the texts that are sent to it."""
+    parser.add_argument("model", nargs="?", help="directory or hub id; default: all-MiniLM-L6-v2")
+    workloads.add_arguments(parser)
+    parser.add_argument("--texts", type=int, default=8192, help="different ones in bulk")
+
+
+@contextmanager
+def starting(
+    model: str | None, flags: Sequence[str] = (), checkout: Path = report.ROOT
+) -> Iterator[Server]:
+    """Start our server from a checkout, and end it after the context."""
+    port = free_port()
+    command = [sys.executable, "-m", "jaxembed.cli", "serve", *([model] if model else [])]
+    command += ["--port", str(port), "--served-model-name", SERVED, *flags]
+    with running(command, port, "/v1/embeddings", checkout) as server:
+        yield server
 
 
 @contextmanager
@@ -64,20 +116,12 @@ def jaxembed(
     checkout: Path = report.ROOT,
     until: str = TIMED,
 ) -> Iterator[Server]:
-    """Run our server from a checkout, and end it after the context.
-
-    It waits until the log contains `until`: by default until every bucket is compiled and timed.
-    Raises TimeoutError, with the last lines of the log, if it takes too long.
-    """
-    port = free_port()
-    command = [sys.executable, "-m", "jaxembed.cli", "serve", *([model] if model else [])]
-    command += ["--port", str(port), "--served-model-name", SERVED, *flags]
-    with running(command, checkout) as (process, started_at, log):
-        watch = Watch(f"http://127.0.0.1:{port}", process, started_at, START_S, log)
-        watch.until(lambda: any(until in line for _, line in log))
-        watch.until(lambda: watch.status("/ready") == 200)
-        target = Target(f"http://127.0.0.1:{port}/v1/embeddings", SERVED)
-        yield Server(target, psutil.Process(process.pid), watch.metrics)
+    """Run our server, and wait until it is ready and its log contains `until`: by default until
+    every bucket is compiled and timed. Raises TimeoutError."""
+    with starting(model, flags, checkout) as server:
+        server.until(lambda: server.says(until))
+        server.until(lambda: server.answers("/ready"))
+        yield server
 
 
 @contextmanager
@@ -87,16 +131,12 @@ def infinity(environment: Path, flags: Sequence[str] = ()) -> Iterator[Server]:
     Raises TimeoutError if it takes too long to start.
     """
     port = free_port()
-    command = [str(environment / "bin" / "infinity_emb"), "v2"]
+    command = [str(environment / "bin" / "infinity_emb"), "v2", "--served-model-name", SERVED]
     command += ["--model-id", str(packaged_model(environment)), "--engine", "torch"]
     command += ["--device", "cpu", "--host", "127.0.0.1", "--port", str(port), *flags]
-    with running(command) as (process, started_at, log):
-        watch = Watch(f"http://127.0.0.1:{port}", process, started_at, START_S, log)
-        watch.until(lambda: watch.status("/models") == 200)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/models") as answer:
-            name = json.load(answer)["data"][0]["id"]
-        target = Target(f"http://127.0.0.1:{port}/embeddings", name)
-        yield Server(target, psutil.Process(process.pid))
+    with running(command, port, "/embeddings") as server:
+        server.until(lambda: server.answers("/models"))
+        yield server
 
 
 def packaged_model(environment: Path) -> Path:
@@ -107,79 +147,25 @@ def packaged_model(environment: Path) -> Path:
     raise FileNotFoundError(f"no {pattern} in {environment}: make bench-peers installs it")
 
 
-class Watch:
-    """Sends requests to a server that is starting, whose process and log it knows."""
-
-    def __init__(
-        self, url: str, process: subprocess.Popen, started_at: float, timeout_s: float, log: list
-    ):
-        self._url = url
-        self._process = process
-        self._started_at = started_at
-        self._timeout_s = timeout_s
-        self._log = log
-
-    def until(self, happened: Callable[[], bool]) -> float:
-        """Wait until `happened()`. Returns the seconds since the start of the process.
-
-        Raises TimeoutError if it takes too long or the process ends.
-        """
-        while not happened():
-            elapsed = time.monotonic() - self._started_at
-            if elapsed > self._timeout_s or self._process.poll() is not None:
-                lines = "\n".join(line for _, line in self._log[-20:])
-                raise TimeoutError(f"the server did not come up in {elapsed:.0f} s:\n{lines}")
-            time.sleep(POLL_S)
-        return time.monotonic() - self._started_at
-
-    def status(self, path: str, body: bytes | None = None) -> int | None:
-        """Send a request and return the status of its answer; None if there is none."""
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self._url + path, body, headers)
-        try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
-                answer.read()
-                return answer.status
-        except urllib.error.HTTPError as error:
-            return error.code
-        except OSError:
-            return None
-
-    def embeds(self) -> bool:
-        """Whether the server answers a request for an embedding."""
-        body = json.dumps({"model": SERVED, "input": "how long does a start take?"}).encode()
-        return self.status("/v1/embeddings", body) == 200
-
-    def metrics(self) -> dict[str, float]:
-        """The server's METRICS: what it has compiled and timed so far."""
-        with urllib.request.urlopen(self._url + "/metrics", timeout=self._timeout_s) as answer:
-            lines = [line.split() for line in answer.read().decode().splitlines()]
-        return {line[0]: float(line[1]) for line in lines if line and line[0] in METRICS}
-
-
 @contextmanager
 def running(
-    command: Sequence[str], folder: Path = report.ROOT
-) -> Iterator[tuple[subprocess.Popen, float, list[tuple[float, str]]]]:
-    """Run a process, and end it after the context.
-
-    Yields the process, the time of its start (time.monotonic()), and its log: a list that grows by
-    the lines it writes, each with the seconds since the start.
-    """
-    started_at = time.monotonic()
+    command: Sequence[str], port: int, route: str, folder: Path = report.ROOT
+) -> Iterator[Server]:
+    """Run a process that will serve embeddings on a route of a port, and end it after."""
     process = subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    log: list[tuple[float, str]] = []
+    url = f"http://127.0.0.1:{port}"
+    server = Server(url, process, Target(url + route, SERVED))
 
     def read() -> None:
         for line in process.stdout or ():
-            log.append((time.monotonic() - started_at, line.rstrip()))
+            server.log.append(line.rstrip())
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     try:
-        yield process, started_at, log
+        yield server
     finally:
         process.terminate()
         try:

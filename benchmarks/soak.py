@@ -9,19 +9,17 @@ thousand requests, so the result is the slope of the second half, in bytes a req
 """
 
 import asyncio
-import sys
-import time
-from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from typing import Any
 
 import numpy as np
+import psutil
 
-from benchmarks import report, servers, workloads
-from benchmarks.bench_http import Texts
+from benchmarks import report, servers
 from benchmarks.load import Connection, Connections, Target
 from benchmarks.servers import Server
+from benchmarks.workloads import Texts
 
 CONNECTIONS = 32
 BULK = 32  # texts
@@ -30,30 +28,23 @@ ROWS = 20  # of the table
 MIB = 1024**2
 
 
-def parse(argv: Sequence[str] | None) -> Namespace:
-    """Parse the command line; None means this program's own arguments."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    at = arguments.index("--") if "--" in arguments else len(arguments)
-    parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("model", nargs="?", help="directory or hub id; default: all-MiniLM-L6-v2")
-    workloads.add_arguments(parser)
-    report.add_arguments(parser)
-    parser.add_argument("--texts", type=int, default=8192, help="different ones in bulk")
-    parser.add_argument("--requests", type=int, default=200_000)
-    args = parser.parse_args(arguments[:at])
-    args.flags = arguments[at + 1 :]
-    return args
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Send the requests, and print and write the results."""
-    args = parse(argv)
+    parser = report.parser(__file__, __doc__)
+    servers.add_arguments(parser)
+    parser.add_argument("--requests", type=int, default=200_000)
+    args = report.parse(parser, argv, takes_flags=True)
     with servers.jaxembed(args.model, args.flags) as server:
-        rows = list(soak(server, mixed(server.target, Texts(args)), args.requests))
+        requests = mixed(server.target, Texts(args))
+        rows = [row_of(server, 0)]
+        for k in range(1, ROWS + 1):
+            end = args.requests * k // ROWS
+            asyncio.run(ask_all(server.target, islice(requests, end - rows[-1]["requests"])))
+            rows.append(row_of(server, end))
     slope = slope_of(rows[len(rows) // 2 :])
     print(f"second half: {slope:+.1f} bytes a request")
     facts = {"model": args.model, "flags": args.flags, "bytes_per_request": slope}
-    report.finish("soak", argv, facts | {"results": rows}, args.out)
+    report.finish(args, facts | {"results": rows})
 
 
 def mixed(target: Target, texts: Texts) -> Iterator[bytes]:
@@ -64,17 +55,6 @@ def mixed(target: Target, texts: Texts) -> Iterator[bytes]:
     for k in count():
         streams = bulks if k % BULK_EVERY == 0 else singles
         yield next(streams[k // BULK_EVERY % 2])
-
-
-def soak(server: Server, requests: Iterator[bytes], total: int) -> Iterator[dict[str, Any]]:
-    """Send all requests. Yields and prints a row after each twentieth of them."""
-    start, sent = time.perf_counter(), 0
-    yield _row(server, sent, start)
-    for k in range(1, ROWS + 1):
-        part = total * k // ROWS - sent
-        asyncio.run(ask_all(server.target, islice(requests, part)))
-        sent += part
-        yield _row(server, sent, start)
 
 
 async def ask_all(target: Target, requests: Iterator[bytes]) -> None:
@@ -95,14 +75,11 @@ def slope_of(rows: Sequence[dict[str, Any]]) -> float:
     return float(np.polyfit(requests, [row["resident_mib"] * MIB for row in rows], 1)[0])
 
 
-def _row(server: Server, requests: int, start: float) -> dict[str, Any]:
-    """Measure the memory, threads and files of the server, print them, and return the row."""
+def row_of(server: Server, requests: int) -> dict[str, Any]:
+    """Measure the memory of the server after so many requests, print it, and return the row."""
     row = {
         "requests": requests,
-        "seconds": time.perf_counter() - start,
-        "resident_mib": server.process.memory_info().rss / MIB,
-        "threads": server.process.num_threads(),
-        "files": server.process.num_fds(),
+        "resident_mib": psutil.Process(server.process.pid).memory_info().rss / MIB,
     }
     print("  ".join(f"{name} {value:,.0f}" for name, value in row.items()), flush=True)
     return row

@@ -8,11 +8,11 @@ import math
 import os
 import zlib
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,9 @@ import numpy as np
 from benchmarks.parameters import random_parameter, random_parameters
 from jaxembed.checkpoints.source import DEFAULT_MODEL, ModelSource, default_cache_dir
 from jaxembed.data.spec import Adapter, DType, ModelSpec, NormalizeLayer, Pooled, Pooling
+from jaxembed.engine.autotune.calibrate import Calibration
 from jaxembed.engine.autotune.kernels import Choice, choose_kernels, choose_native
-from jaxembed.engine.bucket import BucketGrid
+from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.placement import placed_dtype
 from jaxembed.engine.replica import Replica
 from jaxembed.models import Program, program
@@ -177,21 +178,6 @@ EMBEDDINGGEMMA_300M = QWEN3_06B | {
     "block_norms": True,
     "overflows_float16": True,
 }
-GEMMA2_9B = EMBEDDINGGEMMA_300M | {  # bge-multilingual-gemma2
-    "hidden_size": 3584,
-    "num_layers": 42,
-    "num_heads": 16,
-    "num_key_heads": 8,
-    "intermediate_size": 14336,
-    "max_positions": 8192,
-    "qk_norm": False,
-    "causal": True,
-    "local_layers": list(range(0, 42, 2)),
-    "local_reach": 4095,
-    "local_theta": None,
-    "embedding_scale": 3584**0.5,
-    "score_cap": 50.0,
-}
 GEMMA_2B = QWEN3_06B | {  # bge-reranker-v2-gemma
     "vocab_size": 256000,
     "hidden_size": 2048,
@@ -259,7 +245,6 @@ SIZES: dict[str, tuple[str, dict[str, Any], Pooling]] = {
     "modernbert-base": ("modernbert", MODERNBERT_BASE, "cls"),
     "eurobert-210m": ("qwen3", EUROBERT_210M, "mean"),
     "embeddinggemma-300m": ("qwen3", EMBEDDINGGEMMA_300M, "mean"),
-    "gemma2-9b": ("qwen3", GEMMA2_9B, "lasttoken"),
     "gemma-2b": ("qwen3", GEMMA_2B, "lasttoken"),
     "minicpm-2b": ("qwen3", MINICPM_2B, "lasttoken"),
     "llama-1b": ("qwen3", LLAMA_1B, "lasttoken"),
@@ -288,13 +273,30 @@ class Subject:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options that choose the model and its kernels."""
+    """Add the options that choose the model, and those of add_kernel_arguments."""
     parser.add_argument("model", nargs="?", help="directory or hub id; default: all-MiniLM-L6-v2")
     parser.add_argument(
         "--architecture-size", choices=SIZES, help="random weights of this shape instead"
     )
-    parser.add_argument("--cache-dir", type=Path, help="of converted checkpoints")
+    add_kernel_arguments(parser)
+
+
+def add_kernel_arguments(parser: ArgumentParser) -> None:
+    """Add the options of the dtype, the kernels and the cache."""
+    parser.add_argument("--dtype", choices=get_args(DType), help="default: the device's own")
     parser.add_argument("--kernels", default="auto", help="as of `jaxembed serve`")
+    parser.add_argument("--cache-dir", type=Path, help="of checkpoints and trials of kernels")
+
+
+def dtype_of(args: Namespace) -> DType:
+    """The dtype that the arguments name, or the device's own."""
+    return args.dtype or Calibration(jax.local_devices()[0]).native_dtype()
+
+
+def grid_of(buckets: str) -> BucketGrid:
+    """The grid of buckets such as "8x128,2x512"."""
+    pairs = [text.split("x") for text in buckets.split(",")]
+    return BucketGrid(tuple(Bucket(int(rows), int(length)) for rows, length in pairs))
 
 
 def load(args: Namespace) -> Subject:
@@ -351,23 +353,21 @@ def with_adapters(subject: Subject, count: int, rank: int, seed: int = 0) -> Sub
     return replace(subject, spec=spec, program=program(spec), parameters=parameters)
 
 
-def replica(
-    subject: Subject, args: Namespace, grids: Iterable[BucketGrid], dtype: DType
-) -> Replica:
-    """Place the model on the first device, with the kernels a server would use for the grids."""
-    device, native_choice = jax.local_devices()[0], native_choice_of(subject, args, dtype)
-    every = BucketGrid(tuple({bucket for grid in grids for bucket in grid.buckets}))
+def replica(subject: Subject, args: Namespace, grid: BucketGrid) -> Replica:
+    """Place the model on the first device, with the kernels a server would use for the grid."""
+    device, dtype = jax.local_devices()[0], dtype_of(args)
+    native_choice = native_choice_of(subject, args)
     choice = choose_kernels(
-        subject.program, device, dtype, every, args.kernels, native_choice=native_choice
+        subject.program, device, dtype, grid, args.kernels, native_choice=native_choice
     )
     parameters = (subject.program, subject.parameters, [device], dtype)
     return Replica(*parameters, attention=choice.implementation, native_layout=choice.native_layout)
 
 
-def native_choice_of(subject: Subject, args: Namespace, dtype: DType) -> Choice:
+def native_choice_of(subject: Subject, args: Namespace) -> Choice:
     """The native kernels that a server would use for the model, if any."""
-    folder = args.cache_dir or default_cache_dir()
-    return choose_native(subject.program, jax.local_devices()[0], dtype, args.kernels, folder)
+    device, folder = jax.local_devices()[0], args.cache_dir or default_cache_dir()
+    return choose_native(subject.program, device, dtype_of(args), args.kernels, folder)
 
 
 def spec_of(size: str, layers: int = 0, **changes: Any) -> ModelSpec:

@@ -5,23 +5,23 @@ exists), `queries` are MS MARCO's, `abstracts` SciFact's and `sts` sentences STS
 the model's tokenizer. `mixed` is a quarter each of these and of `passages`, the first sentences of
 abstracts. Without data or a tokenizer the same mixes are drawn from similar length distributions;
 the source of a Workload says so.
-
-As a program it prints the lengths of every mix: python -m benchmarks.workloads
 """
 
 import csv
 import gzip
 import json
 import re
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 import tokenizers
 
 from benchmarks import report
+from benchmarks.load import Target
 from jaxembed.data.work import Encoding
 
 DATA = report.ROOT.parent / "shared" / "data"
@@ -87,8 +87,7 @@ def workload(
 
     `name` is one of MIXES, or `constant:N` for N tokens each. Raises ValueError for another name.
     """
-    real = real_texts(name, data) if tokenizer is not None else None
-    if real and tokenizer is not None:
+    if tokenizer is not None and (real := real_texts(name, data)):
         texts, source = real
         return Workload(name, tokenized(_draw(texts, count, seed), tokenizer, limit), source)
     lengths = synthetic_lengths(name, count, limit, seed)
@@ -147,7 +146,13 @@ def texts(name: str, count: int, *, data: Path | None = None, seed: int = 0) -> 
 def real_texts(name: str, data: Path | None) -> tuple[list[str], str] | None:
     """All texts of a mix, sorted, and the name of their source; None without data for it."""
     if name == "mixed":
-        return _as_many_of_each([real_texts(part, data) for part in PARTS])
+        parts = [real_texts(part, data) for part in PARTS]
+        present = [part for part in parts if part is not None]
+        if len(present) < len(parts):
+            return None
+        count = min(len(texts) for texts, _ in present)
+        mixture = {text for texts, _ in present for text in _draw(texts, count, 0)}
+        return sorted(mixture), ", ".join(source for _, source in present)
     if name not in READERS or data is None:
         return None
     file, source, read = READERS[name]
@@ -155,14 +160,25 @@ def real_texts(name: str, data: Path | None) -> tuple[list[str], str] | None:
     return (sorted(set(read(path))), source) if path.is_file() else None
 
 
-def _as_many_of_each(parts: Sequence[tuple[list[str], str] | None]) -> tuple[list[str], str] | None:
-    """Mix results of `real_texts`, equally many texts of each; None if a part is missing."""
-    present = [part for part in parts if part is not None]
-    if len(present) < len(parts):
-        return None
-    count = min(len(texts) for texts, _ in present)
-    mixture = {text for texts, _ in present for text in _draw(texts, count, 0)}
-    return sorted(mixture), ", ".join(source for _, source in present)
+class Texts:
+    """Single texts and bulk texts for a server; no text is in both."""
+
+    def __init__(self, args: Namespace):
+        self.bulk = texts("mixed", args.texts, data=args.data, seed=args.seed)
+        others = texts("queries", args.texts, data=args.data, seed=args.seed)
+        self.single = sorted(set(others) - set(self.bulk)) or others
+
+    def requests(self, target: Target, count: int, encoding: str) -> Iterator[bytes]:
+        """Yield requests of this many texts each, without end."""
+        return requests(target, self.single if count == 1 else self.bulk, count, encoding)
+
+
+def requests(
+    target: Target, pool: Sequence[str], count: int, encoding: str = "base64"
+) -> Iterator[bytes]:
+    """Yield requests of this many texts of the pool each, without end."""
+    starts = range(0, max(len(pool) - count, 0) + 1, count)
+    return cycle([target.request(pool[k : k + count], encoding) for k in starts])
 
 
 def _queries(path: Path) -> Iterator[str]:
@@ -216,31 +232,3 @@ def tokenized(texts: Sequence[str], tokenizer: Path, limit: int) -> list[Encodin
     reader.no_padding()
     reader.enable_truncation(limit)
     return [Encoding(np.array(one.ids, np.int32)) for one in reader.encode_batch_fast(list(texts))]
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print the lengths of every mix."""
-    parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    add_arguments(parser)
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json")
-    parser.add_argument("--limit", type=int, default=256)
-    parser.add_argument("--count", type=int, default=2048)
-    args = parser.parse_args(argv)
-    rows = [
-        workload(
-            name,
-            args.count,
-            limit=args.limit,
-            vocab_size=30522,
-            data=args.data,
-            tokenizer=args.tokenizer,
-            seed=args.seed,
-        ).describe()
-        for name in MIXES
-    ]
-    report.show(rows)
-    print(json.dumps({"benchmark": "workloads", "mixes": rows}))
-
-
-if __name__ == "__main__":
-    main()

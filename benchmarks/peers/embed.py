@@ -1,132 +1,127 @@
-"""One library that embeds, in a process of its own, driven over pipes by `bench_libraries`.
-
-Runs in that library's environment, so it imports nothing of jaxembed but where it is what is
-timed. The first line of standard input is a JSON object:
+"""One library that embeds texts, in a process of its own: see `pipe` for how it is driven.
 
     {"library": "onnxruntime", "model": "/folder", "dtype": "int8", "threads": 2,
      "limit": 256, "texts": [...]}
 
-Then each line is a batch size, and how many of the texts to embed with it. Answers are lines of
-JSON: versions first, then seconds, and for an empty line the vectors of the last run, float32 in
-base64.
+A call is `["embed", batch, count]`: a batch size, and how many of the texts to embed with it.
 """
 
-import base64
 import os
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pipe import opened, versions
+from pipe import embedder, serve, session
 
 
-class Jaxembed:
-    """The library, as README shows it."""
+class Library:
+    """A library with the texts of its job."""
+
+    def __init__(self, job: dict[str, Any]):
+        self._texts = job["texts"]
+
+    def embed(self, batch: int, count: int) -> np.ndarray:
+        """The vectors of the first `count` texts."""
+        return self.vectors(self._texts[:count], batch)
+
+    def vectors(self, texts: list[str], batch: int) -> np.ndarray:
+        """The vectors of texts."""
+        raise NotImplementedError
+
+
+class Jaxembed(Library):
+    """The library, as README shows it; the engine makes its own batches."""
 
     PACKAGES = ("jaxembed", "jax", "jaxlib", "tokenizers")
 
-    def __init__(self, model: str, dtype: str, threads: int, limit: int):
-        import jax
+    def __init__(self, job: dict[str, Any]):
+        super().__init__(job)
+        chosen: Any = {"default": {}, "int8": {"quantize": "int8"}}
+        options = chosen.get(job["dtype"], {"dtype": job["dtype"]})
+        self._embedder = embedder(job["model"], max_input_tokens=job["limit"], **options)
 
-        from jaxembed import Embedder, EngineConfig, memory
-
-        memory.keep()  # as docs/library.md says: what the command line does
-        jax.config.update("jax_cpu_enable_async_dispatch", False)
-        chosen: Any = {"default": {}, "int8": {"quantize": "int8"}}.get(dtype, {"dtype": dtype})
-        config = EngineConfig(warmup="full", max_input_tokens=limit, **chosen)
-        self._embedder = Embedder(model, config=config)
-        self._embedder.model.main.engine.wait_timed()
-
-    def embed(self, texts: list[str], batch: int) -> np.ndarray:
-        """The engine makes its own batches."""
+    def vectors(self, texts: list[str], batch: int) -> np.ndarray:
         return self._embedder.encode(texts)
 
 
-class JaxembedStatic:
-    """The library with static embeddings, which run without batches."""
+class Static(Library):
+    """Static embeddings of jaxembed: all texts in one call, or with a batch of 1 one by one."""
 
     PACKAGES = ("jaxembed", "tokenizers", "numpy")
 
-    def __init__(self, model: str, dtype: str, threads: int, limit: int):
+    def __init__(self, job: dict[str, Any]):
+        super().__init__(job)
+        self._encode = self.loaded(job["model"]).encode
+
+    def loaded(self, model: str) -> Any:
         from jaxembed import Embedder
 
-        self._embedder = Embedder(model)
+        return Embedder(model)
 
-    def embed(self, texts: list[str], batch: int) -> np.ndarray:
-        """All texts in one call, or with a batch of 1 one by one."""
-        encode = self._embedder.encode
+    def vectors(self, texts: list[str], batch: int) -> np.ndarray:
+        encode = self._encode
         return np.stack([encode(text) for text in texts]) if batch == 1 else encode(texts)
 
 
-class Model2Vec:
+class Model2Vec(Static):
     """model2vec in its defaults."""
 
     PACKAGES = ("model2vec", "tokenizers", "numpy")
 
-    def __init__(self, model: str, dtype: str, threads: int, limit: int):
+    def loaded(self, model: str) -> Any:
         from model2vec import StaticModel
 
-        self._model = StaticModel.from_pretrained(model)
-
-    def embed(self, texts: list[str], batch: int) -> np.ndarray:
-        """All texts in one call, or with a batch of 1 one by one."""
-        encode = self._model.encode
-        return np.stack([encode(text) for text in texts]) if batch == 1 else encode(texts)
+        return StaticModel.from_pretrained(model)
 
 
-class SentenceTransformers:
+class SentenceTransformers(Library):
     """Sorts by length itself."""
 
     PACKAGES = ("sentence-transformers", "transformers", "torch", "tokenizers")
 
-    def __init__(self, model: str, dtype: str, threads: int, limit: int):
+    def __init__(self, job: dict[str, Any]):
         import torch
         from sentence_transformers import SentenceTransformer
 
-        torch.set_num_threads(threads)
-        kind = {"dtype": getattr(torch, dtype)}
-        self._model = SentenceTransformer(model, device="cpu", model_kwargs=kind)
-        self._model.max_seq_length = limit
+        super().__init__(job)
+        torch.set_num_threads(job["threads"])
+        kind = {"dtype": getattr(torch, job["dtype"])}
+        self._model = SentenceTransformer(job["model"], device="cpu", model_kwargs=kind)
+        self._model.max_seq_length = job["limit"]
 
-    def embed(self, texts: list[str], batch: int) -> np.ndarray:
+    def vectors(self, texts: list[str], batch: int) -> np.ndarray:
         return self._model.encode(texts, batch_size=batch, show_progress_bar=False)
 
 
-class SentenceTransformersPool:
+class SentenceTransformersPool(SentenceTransformers):
     """A process for each thread, each with a copy of the model and one thread."""
 
-    PACKAGES = SentenceTransformers.PACKAGES
-
-    def __init__(self, model: str, dtype: str, threads: int, limit: int):
+    def __init__(self, job: dict[str, Any]):
         os.environ["OMP_NUM_THREADS"] = "1"  # which the processes read, before torch is imported
-        self._model = SentenceTransformers(model, dtype, 1, limit)._model
-        self._pool = self._model.start_multi_process_pool(["cpu"] * threads)
+        super().__init__(job | {"threads": 1})
+        self._pool = self._model.start_multi_process_pool(["cpu"] * job["threads"])
 
-    def embed(self, texts: list[str], batch: int) -> np.ndarray:
+    def vectors(self, texts: list[str], batch: int) -> np.ndarray:
         return self._model.encode(texts, batch_size=batch, pool=self._pool)
 
 
-class OnnxRuntime:
+class OnnxRuntime(Library):
     """Texts sorted by length, mean pooled and normalised here, in float32."""
 
     PACKAGES = ("onnxruntime", "tokenizers")
 
-    def __init__(self, model: str, dtype: str, threads: int, limit: int):
-        import onnxruntime
+    def __init__(self, job: dict[str, Any]):
         import tokenizers
 
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        path = Path(model)
-        self._session = onnxruntime.InferenceSession(str(path / f"{dtype}.onnx"), options)
+        super().__init__(job)
+        path = Path(job["model"])
+        self._session = session(str(path / f"{job['dtype']}.onnx"), job["threads"])
         self._inputs = {one.name for one in self._session.get_inputs()}
         self._tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(limit)
+        self._tokenizer.enable_truncation(job["limit"])
 
-    def embed(self, texts: list[str], batch: int) -> np.ndarray:
+    def vectors(self, texts: list[str], batch: int) -> np.ndarray:
         encodings = self._tokenizer.encode_batch(texts)
         order = sorted(range(len(texts)), key=lambda k: -len(encodings[k].ids))
         vectors: list[Any] = [None] * len(texts)
@@ -150,29 +145,12 @@ class OnnxRuntime:
 
 LIBRARIES = {
     "jaxembed": Jaxembed,
-    "jaxembed-static": JaxembedStatic,
+    "jaxembed-static": Static,
     "model2vec": Model2Vec,
     "sentence-transformers": SentenceTransformers,
     "sentence-transformers-pool": SentenceTransformersPool,
     "onnxruntime": OnnxRuntime,
 }
 
-
-def main() -> None:
-    job, answer = opened()
-    library = LIBRARIES[job["library"]](job["model"], job["dtype"], job["threads"], job["limit"])
-    vectors = np.zeros((0, 0), np.float32)
-    answer(versions(library.PACKAGES))
-    for line in sys.stdin:
-        if not line.strip():
-            answer(base64.b64encode(vectors.astype("<f4").tobytes()).decode())
-            continue
-        batch, count = map(int, line.split())
-        texts = job["texts"][:count]
-        start = time.perf_counter()
-        vectors = np.asarray(library.embed(texts, batch), np.float32)
-        answer(time.perf_counter() - start)
-
-
 if __name__ == "__main__":
-    main()
+    serve(LIBRARIES)

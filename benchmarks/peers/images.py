@@ -1,31 +1,22 @@
-"""The images of a model in one library, in a process of its own, driven over pipes by
-`bench_images`.
-
-Runs in that library's environment, so it imports nothing of jaxembed but where it is what is timed.
-The first line of standard input is a JSON object:
+"""The images of a model in one library, in a process of its own: see `pipe` for how it is driven.
 
     {"library": "transformers", "model": "/folder", "dtype": "bfloat16", "threads": 2,
-     "images": "/folder"}
+     "images": "/folder", "cache": "/folder"}
 
-`model` is a folder as transformers saves a model, `images` one of files of images. Then each line
-is a part, a batch size and how many of the images, `["whole", 16, 32]`. The parts are `prepare`
-(files to pixels, whose result the next `forward` takes), `forward` (pixels to vectors on the host)
-and `whole` (both, as the library's users run them). Answers are lines of JSON: versions first, then
-seconds, and for an empty line how many vectors the last run made, and these, float32 in base64.
+`model` is a folder as transformers saves a model, `images` one of files of images. A call is a part
+and a batch size, `["whole", 16]`. The parts are `prepare` (files to pixels, whose result the next
+`forward` takes), `forward` (pixels to vectors on the host) and `whole` (both, as the library's
+users run them).
 
 transformers prepares images in the calling thread, as its processors do. For onnxruntime, which
 runs what torch exports of the same tower, as many threads as there are cores prepare them.
 
-With the fields of a `config`, transformers makes that model of random weights instead, and writes
-it to the folder, beside `files`, the contents of other JSON files; the answer is the versions.
+The library `maker` is transformers, which makes the model of a `config` with random weights, and
+writes it to the folder, beside `files`, the contents of other JSON files.
 """
 
-import base64
 import json
-import multiprocessing
-import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -34,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pipe import opened, versions
+from pipe import apart, embedder, serve, session
 
 IMAGE = "<|image_pad|>"
 PAD, END, *_ = SPECIAL = (
@@ -56,49 +47,61 @@ CHAT = (
 )
 
 
-class Jaxembed:
+class Library:
+    """A model, and the files of its images in batches."""
+
+    def __init__(self, job: dict[str, Any]):
+        self._files = [path.read_bytes() for path in sorted(Path(job["images"]).iterdir())]
+
+    def parts(self, batch: int) -> list[Sequence[bytes]]:
+        return [self._files[k : k + batch] for k in range(0, len(self._files), batch)]
+
+    def whole(self, batch: int) -> np.ndarray:
+        return np.concatenate([self.vectors(self.inputs(some)) for some in self.parts(batch)])
+
+    def prepare(self, batch: int) -> None:
+        self._prepared: Any = [self.inputs(some) for some in self.parts(batch)]
+
+    def forward(self, batch: int) -> np.ndarray:
+        return np.concatenate([self.vectors(inputs) for inputs in self._prepared])
+
+
+class Jaxembed(Library):
     """The library, which makes its own batches."""
 
     PACKAGES = ("jaxembed", "jax", "jaxlib", "pillow")
 
     def __init__(self, job: dict[str, Any]):
-        import jax
-
-        from jaxembed import Embedder, EngineConfig, memory
-
-        memory.keep()  # as docs/library.md says: what the command line does
-        jax.config.update("jax_cpu_enable_async_dispatch", False)
-        config = EngineConfig(dtype=job["dtype"], warmup="full")
-        self._embedder = Embedder(job["model"], cache_dir=Path(job["cache"]), config=config)
+        super().__init__(job)
+        self._embedder = embedder(job["model"], job["cache"], dtype=job["dtype"])
         self._route = self._embedder.model.routes["image"]
         (self._output,) = self._embedder.spec.representations
-        for one in self._embedder.model.engines.values():
-            one.engine.wait_timed()
 
-    def whole(self, files: Sequence[bytes], batch: int) -> np.ndarray:
-        found = self._embedder.encode_outputs((), [self._output], images=files)[self._output]
+    def whole(self, batch: int) -> np.ndarray:
+        found = self._embedder.encode_outputs((), [self._output], images=self._files)[self._output]
         return getattr(found, "values", found)
 
-    def prepare(self, files: Sequence[bytes], batch: int) -> Any:
+    def prepare(self, batch: int) -> None:
         from jaxembed.data.inputs import Image
         from jaxembed.runtime.tasks import EncodeOptions
 
         options = EncodeOptions(outputs=frozenset({self._output}))
-        request = self._embedder.model.tasks.embed([Image(file) for file in files], options)
+        request = self._embedder.model.tasks.embed([Image(one) for one in self._files], options)
         processor = self._route.processor
         submit = partial(processor.executor.submit, request.prepare, processor, None)
-        return [job.result().work for job in [submit([one]) for one in request.items]]
+        jobs = [submit([one]) for one in request.items]
+        self._prepared = [job.result().work for job in jobs]
 
-    def forward(self, prepared: Any, batch: int) -> np.ndarray:
+    def forward(self, batch: int) -> np.ndarray:
         from jaxembed.data.work import join_work
 
-        future = self._route.engine.submit(join_work(prepared, frozenset({self._output})))
+        future = self._route.engine.submit(join_work(self._prepared, frozenset({self._output})))
         future.result()
         found = future.values[self._output]
         return getattr(found, "values", found)
 
 
-class Transformers:
+class Transformers(Library):
     """A model, and its processor on Pillow."""
 
     PACKAGES = ("transformers", "torch", "pillow")
@@ -107,6 +110,7 @@ class Transformers:
         import torch
         import transformers
 
+        super().__init__(job)
         torch.set_num_threads(job["threads"])
         self._model, self._dtype = loaded(job["model"], job["dtype"]), getattr(torch, job["dtype"])
         self._processor = processor(job["model"])
@@ -115,16 +119,7 @@ class Transformers:
             job["model"], padding_side="left"
         )
 
-    def whole(self, files: Sequence[bytes], batch: int) -> np.ndarray:
-        return np.concatenate([self._vectors(self._inputs(some)) for some in parts(files, batch)])
-
-    def prepare(self, files: Sequence[bytes], batch: int) -> list[Any]:
-        return [self._inputs(some) for some in parts(files, batch)]
-
-    def forward(self, prepared: list[Any], batch: int) -> np.ndarray:
-        return np.concatenate([self._vectors(inputs) for inputs in prepared])
-
-    def _inputs(self, files: Sequence[bytes]) -> dict[str, Any]:
+    def inputs(self, files: Sequence[bytes]) -> dict[str, Any]:
         made = dict(self._processor([decoded(file) for file in files], return_tensors="pt"))
         if self._prompt:
             counts = made["image_grid_thw"].prod(1) // self._processor.merge_size**2
@@ -136,7 +131,7 @@ class Transformers:
             made["mm_token_type_ids"] = (made["input_ids"] == image_id).int()
         return made | {"pixel_values": made["pixel_values"].to(self._dtype)}
 
-    def _vectors(self, inputs: dict[str, Any]) -> np.ndarray:
+    def vectors(self, inputs: dict[str, Any]) -> np.ndarray:
         import torch
 
         model = self._model
@@ -152,87 +147,74 @@ class Transformers:
             return torch.nn.functional.normalize(found.float(), dim=-1).numpy()
 
 
-class OnnxRuntime:
+class OnnxRuntime(Library):
     """The same tower, exported, in float32."""
 
     PACKAGES = ("onnxruntime", "onnx", "transformers", "torch", "pillow")
 
     def __init__(self, job: dict[str, Any]):
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = job["threads"]
+        super().__init__(job)
         self._processor = processor(job["model"])
         self._pool = ThreadPoolExecutor(job["threads"])
         with tempfile.TemporaryDirectory() as folder:
             path = str(Path(folder) / "images.onnx")
-            # in a process that ends, so that torch and its threads are not beside what is timed
-            spawn = multiprocessing.get_context("spawn")
-            process = spawn.Process(target=export, args=(job["model"], path))
-            process.start()
-            process.join()
-            self._session = onnxruntime.InferenceSession(path, options)
+            apart(export, job["model"], path)
+            self._session = session(path, job["threads"])
 
-    def whole(self, files: Sequence[bytes], batch: int) -> np.ndarray:
+    def whole(self, batch: int) -> np.ndarray:
         """Batches are prepared while those before them run."""
-        prepared = [self._pixels(some) for some in parts(files, batch)]
-        return np.concatenate([self._vectors(images) for images in prepared])
+        prepared = [self.inputs(some) for some in self.parts(batch)]
+        return np.concatenate([self.vectors(images) for images in prepared])
 
-    def prepare(self, files: Sequence[bytes], batch: int) -> list[Any]:
-        prepared = [self._pixels(some) for some in parts(files, batch)]
-        return [list(images) for images in prepared]
+    def prepare(self, batch: int) -> None:
+        super().prepare(batch)
+        self._prepared = [list(images) for images in self._prepared]
 
-    def forward(self, prepared: list[Any], batch: int) -> np.ndarray:
-        return np.concatenate([self._vectors(images) for images in prepared])
-
-    def _pixels(self, files: Sequence[bytes]) -> Any:
+    def inputs(self, files: Sequence[bytes]) -> Any:
         """The pixels of each file, which the threads make."""
         return self._pool.map(
             lambda file: self._processor([decoded(file)], return_tensors="np")["pixel_values"],
             files,
         )
 
-    def _vectors(self, images: Any) -> np.ndarray:
+    def vectors(self, images: Any) -> np.ndarray:
         (found,) = self._session.run(None, {"pixel_values": np.concatenate(list(images))})
         return found / np.linalg.norm(found, axis=1, keepdims=True)
 
 
-LIBRARIES = {"jaxembed": Jaxembed, "transformers": Transformers, "onnxruntime": OnnxRuntime}
+class Maker:
+    """transformers, which writes a model of random weights, and a tokenizer of single bytes."""
 
+    PACKAGES = Transformers.PACKAGES
 
-def make(job: dict[str, Any]) -> None:
-    """Write a model of random weights as transformers saves it, and a tokenizer of single bytes."""
-    import torch
-    import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    def __init__(self, job: dict[str, Any]):
+        import torch
+        import transformers
+        from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(**job["config"])
-    getattr(transformers, config.architectures[0])(config).save_pretrained(job["model"])
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({one: number for number, one in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.add_special_tokens(list(SPECIAL))
-    is_dual = config.model_type not in PROMPTS
-    if is_dual:  # whose texts end with a token
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"$A {PAD}", special_tokens=[(PAD, tokenizer.token_to_id(PAD))]
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(**job["config"])
+        getattr(transformers, config.architectures[0])(config).save_pretrained(job["model"])
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokenizer = Tokenizer(models.BPE({one: number for number, one in enumerate(letters)}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.add_special_tokens(list(SPECIAL))
+        is_dual = config.model_type not in PROMPTS
+        if is_dual:  # whose texts end with a token
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"$A {PAD}", special_tokens=[(PAD, tokenizer.token_to_id(PAD))]
+            )
+        saved = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            pad_token=PAD,
+            eos_token=PAD if is_dual else END,
+            chat_template=CHAT,
         )
-    saved = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=PAD if is_dual else END,
-        chat_template=CHAT,
-    )
-    saved.save_pretrained(job["model"])
-    for name, content in job["files"].items():
-        path = Path(job["model"]) / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(content))
-
-
-def parts(files: Sequence[bytes], batch: int) -> list[Sequence[bytes]]:
-    return [files[start : start + batch] for start in range(0, len(files), batch)]
+        saved.save_pretrained(job["model"])
+        for name, content in job["files"].items():
+            path = Path(job["model"]) / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(content))
 
 
 def decoded(file: bytes) -> Any:
@@ -288,32 +270,12 @@ def export(folder: str, path: str) -> None:
     )
 
 
-def main() -> None:
-    job, answer = opened()
-    if "config" in job:
-        make(job)
-        answer(versions(Transformers.PACKAGES))
-        return
-    library = LIBRARIES[job["library"]](job)
-    files = [path.read_bytes() for path in sorted(Path(job["images"]).iterdir())]
-    prepared: Any = None
-    vectors = np.zeros((0, 0), np.float32)
-    answer(versions(library.PACKAGES))
-    for line in sys.stdin:
-        if not line.strip():
-            encoded = base64.b64encode(vectors.astype("<f4").tobytes()).decode()
-            answer([len(vectors), encoded])
-            continue
-        part, batch, count = json.loads(line)
-        start = time.perf_counter()
-        if part == "prepare":
-            prepared = library.prepare(files[:count], batch)
-        elif part == "forward":
-            vectors = library.forward(prepared, batch)
-        else:
-            vectors = library.whole(files[:count], batch)
-        answer(time.perf_counter() - start)
-
+LIBRARIES = {
+    "jaxembed": Jaxembed,
+    "transformers": Transformers,
+    "onnxruntime": OnnxRuntime,
+    "maker": Maker,
+}
 
 if __name__ == "__main__":
-    main()
+    serve(LIBRARIES)

@@ -1,35 +1,42 @@
-"""BERT with random weights in a peer, dense and sparse, on token ids: driven over pipes by
-`bench_outputs`.
-
-Runs in the peer's environment, so it imports nothing of jaxembed. The first line of standard input
-is a JSON object:
+"""BERT with random weights in a peer, dense and sparse, on token ids: `pipe` says how it is driven.
 
     {"library": "onnxruntime", "config": {...}, "dtype": "float32", "threads": 2, "bias": -3.8}
 
-`config` is that of transformers, `bias` that of the terms in standard deviations of a logit. Then
-each line is an output and the shape of a batch, `["SPLADE", [16, 128]]`, all of it tokens. Answers
-are lines of JSON: versions first, then how many values are not zero.
+`config` is that of transformers, `bias` that of the terms in standard deviations of a logit. A call
+is `["values", "SPLADE", 16, 128]`: an output and the shape of a batch, all of it tokens.
 
 sentence-transformers runs its own modules. onnxruntime runs what torch exports of the same model,
 its pooling included, for which its environment needs torch, transformers and onnx as well.
 """
 
-import json
-import multiprocessing
-import sys
 import tempfile
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pipe import opened, versions
+from pipe import apart, serve, session
 
 OUTPUTS = ("dense", "SPLADE")
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
-class SentenceTransformers:
+class Library:
+    """A model, on token ids."""
+
+    def __init__(self, job: dict[str, Any]):
+        self._vocabulary = job["config"]["vocab_size"]
+
+    def values(self, output: str, rows: int, length: int) -> np.ndarray:
+        """The values of an output that are not zero, for a batch without padding."""
+        draw = np.random.default_rng(0)
+        return self.run(output, draw.integers(len(SPECIAL), self._vocabulary, (rows, length)))
+
+    def run(self, output: str, ids: np.ndarray) -> np.ndarray:
+        """The values of an output that are not zero."""
+        raise NotImplementedError
+
+
+class SentenceTransformers(Library):
     """Mean pooling and its norm, or the pooling of a SparseEncoder and its sparse tensor."""
 
     PACKAGES = ("sentence-transformers", "transformers", "torch")
@@ -40,6 +47,7 @@ class SentenceTransformers:
         from sentence_transformers.sentence_transformer import modules
         from sentence_transformers.sparse_encoder.modules import SpladePooling
 
+        super().__init__(job)
         torch.set_num_threads(job["threads"])
         kind = {"dtype": getattr(torch, job["dtype"])}
         with tempfile.TemporaryDirectory() as folder:
@@ -51,8 +59,7 @@ class SentenceTransformers:
         sparse = SparseEncoder(modules=[masked_lm, SpladePooling()], device="cpu")
         self._models = {"dense": dense.eval(), "SPLADE": sparse.eval()}
 
-    def values(self, output: str, ids: np.ndarray) -> np.ndarray:
-        """The values of an output that are not zero, as `encode` gives them."""
+    def run(self, output: str, ids: np.ndarray) -> np.ndarray:
         import torch
 
         given = torch.from_numpy(ids)
@@ -62,30 +69,21 @@ class SentenceTransformers:
         return (found.to_sparse().values() if output == "SPLADE" else found).float().numpy()
 
 
-class OnnxRuntime:
+class OnnxRuntime(Library):
     """Both outputs to the end in one graph each, but the terms that are not zero, in float32."""
 
     PACKAGES = ("onnxruntime", "onnx", "transformers", "torch")
 
     def __init__(self, job: dict[str, Any]):
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = job["threads"]
+        super().__init__(job)
         with tempfile.TemporaryDirectory() as folder:
-            # in a process that ends, so that torch and its threads are not beside what is timed
-            process = multiprocessing.get_context("spawn").Process(
-                target=export, args=(folder, job)
-            )
-            process.start()
-            process.join()
+            apart(export, folder, job)
             self._sessions = {
-                output: onnxruntime.InferenceSession(str(Path(folder) / f"{output}.onnx"), options)
+                output: session(str(Path(folder) / f"{output}.onnx"), job["threads"])
                 for output in OUTPUTS
             }
 
-    def values(self, output: str, ids: np.ndarray) -> np.ndarray:
-        """The values of an output that are not zero."""
+    def run(self, output: str, ids: np.ndarray) -> np.ndarray:
         feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
         (found,) = self._sessions[output].run(None, feeds)
         return found[found.nonzero()] if output == "SPLADE" else found
@@ -157,20 +155,5 @@ def export(folder: str, job: dict[str, Any]) -> None:
         )
 
 
-@cache
-def ids_of(rows: int, length: int, vocabulary: int) -> np.ndarray:
-    """A batch without padding."""
-    return np.random.default_rng(0).integers(len(SPECIAL), vocabulary, (rows, length))
-
-
-def main() -> None:
-    job, answer = opened()
-    library = LIBRARIES[job["library"]](job)
-    answer(versions(library.PACKAGES))
-    for line in sys.stdin:
-        output, (rows, length) = json.loads(line)
-        answer(library.values(output, ids_of(rows, length, job["config"]["vocab_size"])).size)
-
-
 if __name__ == "__main__":
-    main()
+    serve(LIBRARIES)
