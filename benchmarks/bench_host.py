@@ -27,10 +27,10 @@ import numpy as np
 
 from benchmarks import report, servers
 from benchmarks.load import Closed
-from benchmarks.servers import Server
+from benchmarks.servers import BEFORE, Server
 from benchmarks.workloads import Texts
 
-NOW, BEFORE, CONTROL, FRONT_ENDS = "now", "before", "before, again", "front ends"
+NOW, FRONT_ENDS = "now", "front ends"
 FLAGS = ("--null-model",)
 WARM_S = 1.0
 TRIES = 4  # of a row, until nothing was compiled or timed during one
@@ -58,8 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags = [*FLAGS, *args.flags]
     started = {NOW: servers.jaxembed(args.model, flags)}
     if args.before:
-        for name in (BEFORE, CONTROL):
-            started[name] = servers.jaxembed(args.model, flags, args.before)
+        started |= servers.jaxembed_before(args.model, flags, args.before)
     if args.front_ends:
         more = [*flags, "--front-ends", str(args.front_ends)]
         started[FRONT_ENDS] = servers.jaxembed(args.model, more)

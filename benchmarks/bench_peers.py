@@ -1,12 +1,14 @@
 """Measures our server over HTTP, beside Infinity (torch): same weights, texts, cores and clients.
 
-Both servers run and take turns; one is idle while the other is measured. In every round each gets
+With `--before` an older commit of ours takes Infinity's place, and runs twice. All servers run and
+take turns; the others are idle while one is measured. In every round each gets
 single queries on one connection, bulk requests on four, and queries at random times while bulk
 runs. Which of them goes first alternates. Ratios are taken within a round, so that disturbances of
 the machine hit both servers; the median of the rounds counts.
 
     python -m benchmarks.bench_peers --infinity .venv-peers
     python -m benchmarks.bench_peers --alone -- --dtype float32    # flags of jaxembed serve
+    python -m benchmarks.bench_peers --before ../before    # a checkout, as by `git worktree add`
 
 Single texts are MS MARCO's queries; bulk requests hold texts of the mix `mixed`. A text is sent
 again only after all others were. Answers are requested in base64, as OpenAI's own client does.
@@ -24,7 +26,7 @@ import numpy as np
 
 from benchmarks import report, servers
 from benchmarks.load import Closed, Load, Open
-from benchmarks.servers import Server
+from benchmarks.servers import BEFORE, CONTROL, Server
 from benchmarks.workloads import Texts
 
 OURS, PEER = "jaxembed", "infinity"
@@ -55,30 +57,38 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     servers.add_arguments(parser)
     parser.add_argument("--infinity", type=Path, default=report.ROOT / ".venv-peers")
     parser.add_argument("--alone", action="store_true", help="without Infinity")
+    parser.add_argument("--before", type=Path, help="a checkout of an older commit, in its place")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", default="3,4,8", help="lone, bulk, and under bulk")
     args = report.parse(parser, argv, takes_flags=True)
-    if args.model and not args.alone:
-        parser.error("Infinity serves all-MiniLM-L6-v2; for another model add --alone")
+    if args.model and not args.alone and not args.before:
+        parser.error("Infinity serves all-MiniLM-L6-v2; for another model add --alone or --before")
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure the servers in turns, and print and write the results."""
     args = parse(argv)
+    flags = [*FLAGS, *args.flags]
+    started = {OURS: servers.jaxembed(args.model, flags)}
+    if args.before:
+        started |= servers.jaxembed_before(args.model, flags, args.before)
+    elif not args.alone:
+        started[PEER] = servers.infinity(args.infinity)
     with ExitStack() as stack:
-        ours = servers.jaxembed(args.model, [*FLAGS, *args.flags])
-        running = {OURS: stack.enter_context(ours)}
-        if not args.alone:
-            running[PEER] = stack.enter_context(servers.infinity(args.infinity))
+        running = {name: stack.enter_context(server) for name, server in started.items()}
         rows = measure(running, args)
     model = args.model or "all-MiniLM-L6-v2"
-    facts = {"model": model, "bulk": BULK.texts, "flags": [*FLAGS, *args.flags]}
+    facts: dict[str, Any] = {"model": model, "bulk": BULK.texts, "flags": flags}
     facts |= {"summary": summary(rows), "results": rows}
     report.show(facts["summary"], f"{model}, {report.device_name()}, medians of rounds")
-    if not args.alone:
+    if args.before:
+        facts |= {"before": report.commit(args.before)}
+        facts |= {"ratios": ratios_of(rows, OURS, BEFORE) + ratios_of(rows, CONTROL, BEFORE)}
+        report.show(facts["ratios"], f"times better than {facts['before']}")
+    elif not args.alone:
         facts |= {"peer_versions": report.versions(PACKAGES, args.infinity)}
-        facts |= {"ratios": ratios_of(rows)}
+        facts |= {"ratios": ratios_of(rows, OURS, PEER)}
         report.show(facts["ratios"], "times better than Infinity")
     report.finish(args, facts)
 
@@ -119,16 +129,16 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def ratios_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How many times better our server is: median, worst and best of the rounds."""
+def ratios_of(rows: Sequence[dict[str, Any]], one: str, other: str) -> list[dict[str, Any]]:
+    """How many times better one server is than another: median, worst and best of the rounds."""
     table = []
     for title, (scenario, load, figure, more_is_better) in RATIOS.items():
         ours, theirs = (
             np.array([row[figure] for row in rows if about.items() <= row.items()])
-            for about in ({"scenario": scenario, "load": load, "server": s} for s in (OURS, PEER))
+            for about in ({"scenario": scenario, "load": load, "server": s} for s in (one, other))
         )
         ratios = ours / theirs if more_is_better else theirs / ours
-        table.append({"figure": title, **report.spread(ratios, "median")})
+        table.append({"server": one, "figure": title, **report.spread(ratios, "median")})
     return table
 
 

@@ -9,7 +9,7 @@ import time
 import urllib.request
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from jaxembed.checkpoints.hub import DEFAULT_MODEL_PACKAGE
 START_S = 240.0
 POLL_S = 0.01
 SERVED = "benchmark"
+BEFORE, CONTROL = "before", "before, again"  # servers of an older commit, which runs twice
 METRICS = ("jaxembed_compile_count", "jaxembed_bucket_timings")
 COMPILED = "buckets compiled in"  # text in our server's log when every bucket is compiled
 TIMED = "buckets timed"  # text in our server's log when every bucket is timed
@@ -122,6 +123,13 @@ def jaxembed(
         server.until(lambda: server.says(until))
         server.until(lambda: server.answers("/ready"))
         yield server
+
+
+def jaxembed_before(
+    model: str | None, flags: Sequence[str], checkout: Path
+) -> dict[str, AbstractContextManager[Server]]:
+    """Two equal servers of an older commit: the difference between them is the noise."""
+    return {name: jaxembed(model, flags, checkout) for name in (BEFORE, CONTROL)}
 
 
 @contextmanager

@@ -457,7 +457,7 @@ def test_bench_peers_takes_ratios_within_a_round():
         for ours, theirs in ((2, 4), (3, 9))
         for server, value in (("jaxembed", ours), ("infinity", theirs))
     ]
-    bulk, lone, *_ = bench_peers.ratios_of(rows)
+    bulk, lone, *_ = bench_peers.ratios_of(rows, "jaxembed", "infinity")
     assert (bulk["least"], bulk["most"]) == (pytest.approx(1 / 3), 0.5)
     assert (lone["least"], lone["most"]) == (2, 3)
 
