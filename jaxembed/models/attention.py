@@ -237,7 +237,7 @@ class ByNative:
         """Compute attention as `attend` does, with the native kernel unless too much padding would
         bring the shapes to those that it takes."""
         length, width = query.shape[1], query.shape[3]
-        tokens, columns = -length % native.TILE, -width % native.PANEL  # of padding
+        tokens, columns = -length % native.TILE, -width % native.step(self.dtype)  # of padding
         is_supported = query.dtype == jnp.dtype(self.dtype) and key_segments is None
         is_near = columns <= width * MOST_PADDING and (bias is None or not tokens)
         if not is_supported or not is_near or "attention" in self.without:

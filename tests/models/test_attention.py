@@ -262,7 +262,7 @@ def test_scores_of_long_rows_never_stand_in_memory_at_once(length):
         assert (f"4,{length},{length}" in text) == (length <= attention.WHOLE_SCORES)
 
 
-@pytest.mark.parametrize(("length", "width"), [(50, 32), (64, 80), (50, 72)])
+@pytest.mark.parametrize(("length", "width"), [(50, 32), (64, 80), (50, 72), (48, 16)])
 @pytest.mark.parametrize(
     "attention_mask", [EVERYTHING, AttentionMask(causal=True, reach=5), AttentionMask(cap=3.0)]
 )

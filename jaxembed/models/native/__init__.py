@@ -265,8 +265,15 @@ def supports_gated(kernel: Any, activation: str) -> bool:
     return f"gated_{activation}" in EPILOGUES and is_packed(kernel) and kernel.shape[0] % 2 == 0
 
 
+def step(kernels: str) -> int:
+    """Return the number of features of which the width of heads in `attention` is a multiple.
+    `kernels` is a key of UNIT."""
+    return TILE * UNIT[kernels]
+
+
 def takes(length: int, width: int) -> bool:
-    """Whether `attention` takes rows of this length, and heads of this width."""
+    """Whether `joint_attention` and `self_attention` take rows of this length, and heads of this
+    width."""
     return length % TILE == 0 and width % PANEL == 0
 
 

@@ -48,19 +48,33 @@ static void turn_keys(const Attention* t, const element* key, int64_t stride, in
     }
 }
 
+// Where the panels of values, of `padded` tokens, hold a token's column.
+static inline element* line_of(element* panels, int64_t padded, int64_t token, int64_t column) {
+  return panels + (column / PANEL * (padded / STEP) + token / STEP) * 2 * TILE_ELEMENTS +
+         token % STEP * TILE;
+}
+
 // Lay out the values as panels, [width / 32][length / STEP][2 tiles], that the softmax weights are
-// multiplied with. Padding, which may hold NaN, becomes zeros.
+// multiplied with. Padding, which may hold NaN, becomes zeros. If half a panel is left over, its other
+// half is not set.
 static void pair_values(const Attention* t, const element* value, const int32_t* segments,
                         int64_t padded, element* panels) {
   for (int64_t at = 0; at < padded; at += UNIT)
     for (int64_t column = 0; column < t->width; column += PANEL) {
+#ifdef ELEMENTS_ARE_FLOAT32
+      if (t->width - column < PANEL) {
+        const int is_real = at < t->length && segments[at];
+        v_store(line_of(panels, padded, at, column),
+                is_real ? v_load(value + at * t->value_stride + column) : v_all(0.0f));
+        continue;
+      }
+#endif
       const element* lines[UNIT];  // NULL: zeros
       for (int i = 0; i < UNIT; i++)
         lines[i] = at + i < t->length && segments[at + i]
                        ? value + (at + i) * t->value_stride + column
                        : NULL;
-      element* line = panels + (column / PANEL * (padded / STEP) + at / STEP) * 2 * TILE_ELEMENTS +
-                      at % STEP * TILE;
+      element* line = line_of(panels, padded, at, column);
       store_units(line, line + TILE_ELEMENTS, lines);
     }
 }
@@ -129,7 +143,8 @@ static int64_t stride_of_scores(int64_t padded) { return padded + PANEL; }
 static size_t attention_memory(const Attention* t) {
   const size_t padded = parts(t->length, PANEL) * PANEL;
   const size_t rotated = t->cos ? (t->length + PANEL) * t->width * sizeof(element) : 0;
-  return 2 * padded * t->width * sizeof(element) +                               // keys and values
+  const size_t wide = parts(t->width, PANEL) * PANEL;  // of values
+  return padded * (t->width + wide) * sizeof(element) +                          // keys and values
          PANEL * stride_of_scores(padded) * (sizeof(float) + sizeof(element)) +  // scores, weights
          PANEL * PANEL * sizeof(float) + rotated;
 }
@@ -146,7 +161,8 @@ static void attend(const Attention* t, int64_t row, int64_t first_group, int64_t
   element* weights = (element*)(scores + PANEL * stride);
   element* keys = weights + PANEL * stride;
   element* values = keys + padded * width;
-  element *rotated_keys = values + padded * width, *rotated_queries = rotated_keys + length * width;
+  element* rotated_keys = values + padded * parts(width, PANEL) * PANEL;
+  element* rotated_queries = rotated_keys + length * width;
 
   for (int64_t group = first_group; group < last_group; group++) {
     const element* key = t->key + row * length * t->key_stride + group * width;
@@ -191,6 +207,16 @@ static void attend(const Attention* t, int64_t row, int64_t first_group, int64_t
           inverse[i] = softmax_row(t, segments, first + i, low, high, bias ? bias - first - i : NULL,
                                    scores + i * stride, weights + i * stride);
         for (int64_t column = 0; column < width; column += PANEL) {
+#ifdef ELEMENTS_ARE_FLOAT32
+          if (width - column < PANEL) {
+            half_product(weights + low, stride, STEP, TILE * stride, rows,
+                         values + column * padded + low * PANEL, (high - low) / STEP, sums, PANEL);
+            for (int i = 0; i < rows; i++)
+              v_store(mixed + i * t->mixed_stride + column,
+                      v_mul(v_load(sums + i * PANEL), v_all(inverse[i])));
+            continue;
+          }
+#endif
           product(weights + low, stride, STEP, TILE * stride, rows,
                   values + column * padded + low * PANEL, (high - low) / STEP, 0, 0, sums, PANEL);
           for (int i = 0; i < rows; i++) {

@@ -40,7 +40,7 @@ static const struct {
 } size_rules[SIZES] = {
     [LEADING] = {"...", 1},  [ROWS] = {"rows", 1},      [LENGTH] = {"length", TILE},
     [THREE] = {"three", 3},  [HEADS] = {"heads", 1},    [GROUPS] = {"groups", 1},
-    [WIDTH] = {"width", PANEL}, [DIM] = {"dim", PANEL},  [JOINT] = {"joint", PANEL},
+    [WIDTH] = {"width", STEP}, [DIM] = {"dim", PANEL},  [JOINT] = {"joint", PANEL},
     [INNER] = {"inner", PANEL}, [IN] = {"in", PANEL},   [OUT] = {"out", PANEL},
     [COLUMNS] = {"columns", PANEL}, [DISTANCES] = {"distances", 1}, [HALF] = {"half", TILE},
     [NARROW] = {"narrow", PANEL},           [OUT_NARROW] = {"out_narrow", PANEL},

@@ -207,20 +207,38 @@ static inline void multiply_halves(const element* a, int64_t a_stride, int64_t a
                    c + half * TILE, c_stride);
 }
 
-static void product(const element* a, int64_t a_stride, int64_t a_step, int64_t a_lower, int rows,
-                    const element* panel, int64_t steps, int64_t ahead, int add, float* c,
-                    int64_t c_stride) {
+// The same as `product` for the first `halves` halves of the panel.
+static inline __attribute__((always_inline)) void product_of_halves(
+    const element* a, int64_t a_stride, int64_t a_step, int64_t a_lower, int rows,
+    const element* panel, int64_t steps, const int halves, int64_t ahead, int add, float* c,
+    int64_t c_stride) {
+  const int at_once = halves < HALVES ? halves : HALVES;
   for (; rows > 0; rows -= TILE, a += a_lower, c += TILE * c_stride) {
     const int tile = rows < TILE ? rows : TILE;
     for (int first = 0, number; first < tile; first += number) {
       number = next_group(tile - first, MOST_ROWS);
-      for (int half = 0; half < 2; half += HALVES)
+      for (int half = 0; half < halves; half += at_once)
         BY_ROWS(number, multiply_group(a + first * a_stride, a_stride, a_step, count,
-                                       panel + half * TILE_ELEMENTS, 0, steps * STEP, HALVES, ahead,
-                                       add, c + first * c_stride + half * TILE, c_stride))
+                                       panel + half * TILE_ELEMENTS, 0, steps * STEP, at_once,
+                                       ahead, add, c + first * c_stride + half * TILE, c_stride))
     }
   }
 }
+
+static void product(const element* a, int64_t a_stride, int64_t a_step, int64_t a_lower, int rows,
+                    const element* panel, int64_t steps, int64_t ahead, int add, float* c,
+                    int64_t c_stride) {
+  product_of_halves(a, a_stride, a_step, a_lower, rows, panel, steps, 2, ahead, add, c, c_stride);
+}
+
+#ifdef ELEMENTS_ARE_FLOAT32
+// The same for the first half of the panel.
+static void half_product(const element* a, int64_t a_stride, int64_t a_step, int64_t a_lower,
+                         int rows, const element* panel, int64_t steps, float* c,
+                         int64_t c_stride) {
+  product_of_halves(a, a_stride, a_step, a_lower, rows, panel, steps, 1, 0, 0, c, c_stride);
+}
+#endif
 
 // Compute sums[GROUP, 32] = x[GROUP, STEP * steps] . panel, at least its columns [low, high). `x` is
 // in tiles.
