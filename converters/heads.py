@@ -546,22 +546,29 @@ def _modules(path: Path, type_name: str, folder: str) -> list[ModuleEntry]:
 
 def model_config(folder: Path, types: Mapping[str, FieldType] | None = None) -> dict[str, Any]:
     """Return the content of config.json; empty without the file. If only code in README.md makes
-    the model an embedder, auto_map names this code, by its key in README_CODES. `types` and the
-    errors are those of `read_optional_json`."""
+    the model an embedder, auto_map names this code, by its key in README_CODES. `types` and errors
+    are those of `read_optional_json`. Raises UnsupportedModel if README.md and the folder's name
+    tell different codes."""
     hf = read_optional_json(folder / "config.json", types)
-    if hf.get("architectures") == [CODED_CLASS] and not hf.get("auto_map"):
-        for code, (name, words) in README_CODES.items():
-            if is_published(folder, [folder.name], name, (PAGE, words)):
-                return hf | {"auto_map": {"AutoModel": code}}
-    return hf
+    if hf.get("architectures") != [CODED_CLASS] or hf.get("auto_map"):
+        return hf
+    text = readme_of(folder)
+    named = {code for code, (name, _) in README_CODES.items() if name in folder.name.lower()}
+    read = {code for code, (_, words) in README_CODES.items() if PAGE in text and words in text}
+    codes = named & read or named | read
+    if len(codes) > 1:
+        names = ", ".join(README_CODES[code][0] for code in sorted(codes))
+        raise UnsupportedModel(
+            f"{folder}: README.md and the folder's name are those of {names}, whose templates "
+            "differ; leave one of them"
+        )
+    return hf | {"auto_map": {"AutoModel": codes.pop()}} if codes else hf
 
 
-def is_published(source: Path, called: Sequence[str], name: str, words: Sequence[str]) -> bool:
-    """Return whether a model is one of those with `name` in their names: whether what it is
-    `called` contains it, or README.md in the folder `source` contains all of the `words`."""
-    readme = source / "README.md"
-    text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
-    return any(name in one.lower() for one in called) or all(part in text for part in words)
+def readme_of(folder: Path) -> str:
+    """Return the content of README.md; empty without the file."""
+    readme = folder / "README.md"
+    return readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
 
 
 def _own_code(source: Path) -> str:

@@ -86,6 +86,7 @@ def check_image_tokens(spec: ModelSpec) -> None:
     assert spec.image is not None
     if (most := max_tokens(spec.image)) > spec.max_input_tokens:
         raise CheckpointError(
-            f"an image has up to {most} tokens, and an input {spec.max_input_tokens}; lower "
-            "max_pixels in preprocessor_config.json, or max_image_tokens in config.json"
+            f"an image has up to {most} tokens, and an input {spec.max_input_tokens}, as the files "
+            "of the model or its tokenizer say; lower max_pixels in preprocessor_config.json, or "
+            "max_image_tokens in config.json"
         )

@@ -249,9 +249,8 @@ def _published(source: Path, name: str, family: Family) -> Reranker | None:
     published = family.reranker
     if published is None or not published.answers:
         return published
-    called = Path(name).name, source.name
-    is_one = heads.is_published(source, called, published.name, [published.quote])
-    return published if is_one else None
+    named = any(published.name in one.lower() for one in (Path(name).name, source.name))
+    return published if named or published.quote in heads.readme_of(source) else None
 
 
 def pair_template(backbone: Path) -> PairTemplate | None:

@@ -1,5 +1,6 @@
 """Makes tokenizers that put a fixed text around each text, such as the end of a chat template."""
 
+import re
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -8,6 +9,7 @@ from tokenizers.processors import TemplateProcessing
 from converters.tokenizers.tokenizer import read_tokenizer, special_token
 from jaxembed.errors import CheckpointError
 
+SPECIAL = re.compile(r"<\|\w+\|>")  # names of special tokens
 SAMPLES = ("a", "How much, in 2024?", "Größe\tund  Gewicht")  # texts to try a template on
 
 
@@ -29,7 +31,11 @@ class FramedTokenizer:
         return token
 
     def ids(self, text: str) -> list[int]:
-        """Return the ids of a text in which special tokens are written out."""
+        """Return the ids of a text in which special tokens are written out. Raises CheckpointError
+        if the vocabulary lacks one of the form `<|name|>`."""
+        for name in SPECIAL.findall(text):
+            if self._tokenizer.token_to_id(name) is None:
+                raise CheckpointError(f"the tokenizer in {self._folder} has no token {name}")
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def own_frame(self) -> tuple[str, str]:

@@ -19,7 +19,6 @@ from converters.vision import gme, qwen_vl
 from converters.vision.colqwen import vision_rules
 from converters.weights import Rule, Transform, choose, expand
 from jaxembed.data.spec import ImageRules
-from jaxembed.errors import CheckpointError
 from jaxembed.models import normalized_pixels
 from jaxembed.models.qwen_vision import QwenVision, QwenVisionConfig
 from jaxembed.models.tokens import PackedTokens
@@ -37,9 +36,7 @@ def images(hf: dict[str, Any], folder: Path) -> Images:
     text_config. Raises UnsupportedModel and CheckpointError."""
     found, code = qwen_vl.encoder_of(hf, folder), dse.code_of(hf)
     tokenizer = FramedTokenizer(folder, hf["vocab_size"])
-    blank = tokenizer.ids(dse.BLANK)
-    if len(blank) != 1:
-        raise CheckpointError(f"{folder}: its tokenizer has no token {dse.BLANK}")
+    (blank,) = tokenizer.ids(dse.BLANK)
     after = f"{dse.AFTER_IMAGE}{PAGE}{dse.END[code]}"
     rules = qwen_vl.within_texts(found.image, tokenizer, dse.BEFORE_IMAGE, after)
     rules = qwen_vl.limited(rules, TOKENS[code])
@@ -47,7 +44,7 @@ def images(hf: dict[str, Any], folder: Path) -> Images:
         low, high = (rules.token_side**2 * tokens for tokens in gme.FIRST_TOKENS)
         rules = msgspec.structs.replace(rules, first_area=(low, high))
     rule = blank_rule(found.config["image"], rules)
-    return Images(found.config | {"blank_id": blank[0]}, (*found.rules, rule), rules)
+    return Images(found.config | {"blank_id": blank}, (*found.rules, rule), rules)
 
 
 def blank_rule(encoder: dict[str, Any], rules: ImageRules) -> Rule:

@@ -26,6 +26,9 @@ def images(hf: dict[str, Any], folder: Path) -> Images:
             f"config.json: min_image_tokens is {least}, more than max_image_tokens, {most}"
         )
     rules = msgspec.structs.replace(
-        found.image, first_area=(low * token, high * token), area=(least * token, most * token)
+        found.image,
+        first_area=(low * token, high * token),
+        clamps_aspect=True,
+        area=(least * token, most * token),
     )
     return replace(found, image=rules)

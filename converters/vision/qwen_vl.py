@@ -57,7 +57,12 @@ def encoder_of(hf: dict[str, Any], folder: Path) -> Images:
     stated = read_part(folder, "vision_config", stated, [f"{kind}_vision", kind])
     vision = SHARED_DEFAULTS | VISION_DEFAULTS[kind] | stated
     encoder, rules = encoder_and_rules(folder, vision, kind, hf["hidden_size"])
-    image_id, start_id, end_id = (hf.get(key, number) for key, number in TOKEN_IDS.items())
+    image_id, start_id, end_id = ids = [hf.get(key, n) for key, n in TOKEN_IDS.items()]
+    if max(ids) >= hf["vocab_size"]:
+        raise CheckpointError(
+            f"config.json: {', '.join(TOKEN_IDS)} are {ids}, wanted ids of the vocabulary, which "
+            f"has {hf['vocab_size']}"
+        )
     rules = msgspec.structs.replace(
         rules,
         token_id=image_id,

@@ -323,7 +323,8 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     are `tiles` all tiles. With `shortest` the shorter side gets this length. The other two nearly
     keep the aspect ratio: with `most_patches` an image is resized to whole patches, at most so
     many, and with `area` to whole tokens, which have between area[0] and area[1] pixels together;
-    with `first_area` it is resized to whole tokens between these limits before that.
+    with `first_area` it is resized to whole tokens between these limits before that, and with
+    `clamps_aspect` images that are too narrow for the model become wider by that.
     After that, if `crop` is given, a rectangle of this height and width is cut from the middle; its
     corner is rounded down, or with `rounds_crop` to the nearest pixel, as by torchvision. Pixels at
     the right and the bottom that make no whole patch are left out.
@@ -343,6 +344,7 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     shortest: int | None = None
     area: tuple[int, int] | None = None
     first_area: tuple[int, int] | None = None
+    clamps_aspect: bool = False
     crop: tuple[int, int] | None = None
     rounds_crop: bool = False
     most_patches: int | None = None

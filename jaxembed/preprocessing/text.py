@@ -637,7 +637,8 @@ class TextProcessor:
         if is_cut and tokenization.side == "left" and self._spec.chat is not None:
             raise InvalidInput(
                 f"the input has more than {self.limit} tokens, and a text in the chat template of "
-                "this model is truncated only at its end",
+                "this model is truncated only at its end; shorten it, or set "
+                "`truncation_direction` to the right",
                 field="truncation_direction",
             )
         ids = self._within(np.array(encoding.ids, np.int32), self.limit, tokenization.side)

@@ -85,7 +85,7 @@ def test_limits_are_those_of_the_authors_code(tmp_path):
         ),
         ({"vision_config": {"model_type": "siglip"}}, UnsupportedModel, "model_type 'siglip'"),
         ({"vision_config": None}, CheckpointError, "image encoder outputs 3584 numbers"),
-        ({"vocab_size": 100}, CheckpointError, "vocab_size is 100"),
+        ({"vocab_size": 100}, CheckpointError, "wanted ids of the vocabulary, which has 100"),
     ],
     ids=["generator", "no-class", "code", "text", "rope", "vision", "no-vision", "vocabulary"],
 )

@@ -3,7 +3,16 @@ tests/parity/test_dse.py compares their vectors."""
 
 import numpy as np
 import pytest
-from colqwen_sources import DSE_README, IMAGE_ID, MCDSE_README, TEXT, WIDTH, qwen_words, write_dse
+from colqwen_sources import (
+    DSE_README,
+    IMAGE_ID,
+    MCDSE_README,
+    TEXT,
+    VOCAB,
+    WIDTH,
+    qwen_words,
+    write_dse,
+)
 from dual_sources import picture
 from sources import NORMALIZE, change_json, write_json, write_modules
 from test_field_types import assert_described_or_refused
@@ -11,7 +20,13 @@ from test_field_types import assert_described_or_refused
 from converters import convert, outline
 from jaxembed import Parts
 from jaxembed.data.spec import NormalizeLayer, Pooled
-from jaxembed.errors import CheckpointError, InvalidInput, UnsupportedModel, WrongParts
+from jaxembed.errors import (
+    CheckpointError,
+    InvalidImage,
+    InvalidInput,
+    UnsupportedModel,
+    WrongParts,
+)
 
 pytest.importorskip("PIL")
 
@@ -98,9 +113,33 @@ def test_a_text_with_the_name_of_a_part_of_an_image_is_refused(model, name):
         model.encode([f"a {name}"])
 
 
+def test_a_page_that_is_too_narrow_is_refused(model):
+    with pytest.raises(InvalidImage, match="over 200 times"):
+        model.encode([picture(0, 201, 1)])
+
+
 def test_several_parts_are_refused(model):
     with pytest.raises(WrongParts, match="not several parts"):
         model.encode([Parts(("a caption", picture(0, 56, 84)))])
+
+
+def test_a_readme_and_a_name_of_different_models_are_refused(tmp_path):
+    folder = write_dse(tmp_path / "mcdse-2b-v1", DSE_README)
+    with pytest.raises(UnsupportedModel, match="those of dse-qwen2, mcdse"):
+        outline(folder)
+    (folder / "README.md").write_text(MCDSE_README + DSE_README)
+    assert around_a_page(outline(folder).spec).endswith("<|im_end|>\n<|endoftext|>")
+    with pytest.raises(UnsupportedModel, match="dse-qwen2, mcdse"):
+        outline(folder.rename(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("name", ["im_start", "im_end", "endoftext", "video_pad"])
+def test_a_tokenizer_without_a_token_of_the_template_is_refused(tmp_path, name):
+    folder = write_dse(tmp_path / "source")
+    tokenizer = folder / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace(f"<|{name}|>", "<|other|>"))
+    with pytest.raises(CheckpointError, match=rf"has no token <\|{name}\|>"):
+        outline(folder)
 
 
 def test_other_models_of_the_class_and_damaged_files_are_refused(tmp_path):
@@ -109,7 +148,6 @@ def test_other_models_of_the_class_and_damaged_files_are_refused(tmp_path):
         outline(folder)
     (folder / "README.md").write_text(DSE_README)
     assert_described_or_refused(folder, ("config.json", "preprocessor_config.json"), outline)
-    tokenizer = folder / "tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text().replace("<|video_pad|>", "<|other|>"))
-    with pytest.raises(CheckpointError, match=r"no token .*video_pad"):
+    change_json(folder / "config.json", vision_start_token_id=VOCAB)
+    with pytest.raises(CheckpointError, match="wanted ids of the vocabulary"):
         outline(folder)

@@ -27,6 +27,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxembed.data.spec import DType
 from jaxembed.engine.autotune.cost_file import SavedFile
 from jaxembed.engine.autotune.native_trial import (
+    LATE,
     NEEDED,
     TrialResults,
     first_line,
@@ -153,6 +154,12 @@ def choose_kernels(
         raise ConfigError(f"--kernels {option} cannot be used: {reason}")
     if choice.taken or choice.native is not None or choice.refused:
         logger.info("kernels: used %(used)s, not used %(not_used)s", choice.describe())
+    if late := [name for name, reason in choice.refused.items() if reason == LATE]:
+        logger.warning(
+            "%s was not tried in time, because this machine is busy, so XLA computes it, perhaps "
+            "more slowly; the next start tries again",
+            ", ".join(late),
+        )
     return choice
 
 

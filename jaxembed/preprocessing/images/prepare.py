@@ -126,9 +126,12 @@ def resized_size(height: int, width: int, rules: ImageRules) -> tuple[int, int]:
 def first_size(height: int, width: int, rules: ImageRules) -> tuple[int, int]:
     """Return the height and width that an image is resized to first; those of the image without a
     `first_area`. This is smart_resize of qwen_vl_utils: sides have at least a token before the
-    pixels are counted, and the longer one at most MAX_ASPECT times the length of the other."""
+    pixels are counted. With `clamps_aspect` the longer one has at most MAX_ASPECT times the length
+    of the other, as in GME's code; otherwise this raises InvalidImage for a larger aspect ratio."""
     if rules.first_area is None:
         return height, width
+    if not rules.clamps_aspect:
+        _check_aspect(height, width)
     side = rules.token_side
     high, wide = _whole_tokens(height, width, side, rules.first_area, least=side)
     return min(high, MAX_ASPECT * wide), min(wide, MAX_ASPECT * high)
@@ -142,12 +145,17 @@ def size_within(height: int, width: int, side: int, area: tuple[int, int]) -> tu
     smart_resize of transformers' Qwen2VLImageProcessor. Raises InvalidImage for an aspect ratio
     over MAX_ASPECT.
     """
+    _check_aspect(height, width)
+    return _whole_tokens(height, width, side, area, least=0)
+
+
+def _check_aspect(height: int, width: int) -> None:
+    """Raise InvalidImage for an aspect ratio over MAX_ASPECT."""
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise InvalidImage(
             f"the image is {width} by {height} pixels, and the model accepts no image whose longer "
             f"side is over {MAX_ASPECT} times the shorter; crop it"
         )
-    return _whole_tokens(height, width, side, area, least=0)
 
 
 def _whole_tokens(
