@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("native_kernels", "engines_try_native")
 
 # What is left out of a call, or taken for another, is in one operand.
 PLANTED = {
-    **dict.fromkeys(("linear", "gelu", "gated_gelu", "gated_silu"), "bias"),
+    **dict.fromkeys(("linear", "gelu", "quick_gelu", "gated_gelu", "gated_silu"), "bias"),
     **dict.fromkeys(("attention", "joint_attention", "self_attention"), "segments"),
     "norm": "shift",
     "mlp": "down_bias",
@@ -36,9 +36,9 @@ CALLS = {
     "gte": POST_NORM | {"gated_gelu"},
     "jina_bert": POST_NORM | {"gated_gelu"},
     "jina_bert_code": {"linear", "norm", "joint_attention", "gated_gelu"},
-    "clip": {"linear", "joint_attention", "self_attention"},
+    "clip": {"linear", "quick_gelu", "joint_attention", "self_attention"},
     "clip, gelu": {"linear", "gelu", "joint_attention", "self_attention"},
-    "siglip": {"linear", "joint_attention", "self_attention"},
+    "siglip": {"linear", "gelu_tanh", "joint_attention", "self_attention"},
     "modernbert": {"linear", "gated_gelu", "joint_attention", "self_attention"},
     "qwen3": {"linear", "gated_silu", "attention"},
     "gemma2": {"linear", "gated_gelu_tanh", "attention"},
