@@ -1,7 +1,7 @@
 """Defines a family of models: all that the converter does differently from family to family. Finds
 the family of a config, whose module is imported when it is needed."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -161,6 +161,12 @@ VARIANTS = {
     "qwen2_vl": ("converters.families.gme", "converters.families.dse"),
     "xlm-roberta": ("converters.families.jina",),
 }
+
+
+def brings(hf: Fields, codes: Collection[str]) -> bool:
+    """Return whether auto_map in a config names one of these codes for embedding."""
+    named = hf.get("auto_map")
+    return isinstance(named, dict) and named.get("AutoModel") in codes
 
 
 def family_of_type(kind: str) -> Family:

@@ -7,6 +7,7 @@ A call is `["embed", batch, count]`: a batch size, and how many of the texts to 
 """
 
 import os
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from pipe import embedder, serve, session
 
 
-class Library:
+class Library(ABC):
     """A library with the texts of its job."""
 
     def __init__(self, job: dict[str, Any]):
@@ -24,9 +25,9 @@ class Library:
         """The vectors of the first `count` texts."""
         return self.vectors(self._texts[:count], batch)
 
+    @abstractmethod
     def vectors(self, texts: list[str], batch: int) -> np.ndarray:
         """The vectors of texts."""
-        raise NotImplementedError
 
 
 class Jaxembed(Library):

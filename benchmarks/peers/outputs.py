@@ -10,6 +10,7 @@ its pooling included, for which its environment needs torch, transformers and on
 """
 
 import tempfile
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ OUTPUTS = ("dense", "SPLADE")
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
-class Library:
+class Library(ABC):
     """A model, on token ids."""
 
     def __init__(self, job: dict[str, Any]):
@@ -31,9 +32,9 @@ class Library:
         draw = np.random.default_rng(0)
         return self.run(output, draw.integers(len(SPECIAL), self._vocabulary, (rows, length)))
 
+    @abstractmethod
     def run(self, output: str, ids: np.ndarray) -> np.ndarray:
         """The values of an output that are not zero."""
-        raise NotImplementedError
 
 
 class SentenceTransformers(Library):

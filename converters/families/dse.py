@@ -4,11 +4,14 @@ texts with a blank image before them.
 Ma et al. 2024, arXiv:2406.11251.
 """
 
+from functools import partial
 from typing import Any
 
 from converters.families import qwen2_vl
 from converters.families.decoders import decoder_family
+from converters.family import brings
 from converters.heads import CODED_CLASS, README_CODES
+from jaxembed.data.spec import BLANK_SIDE
 
 # From the code in the README.md of dse-qwen2-2b-mrl-v1 and mcdse-2b-v1.
 BEFORE_IMAGE = (
@@ -19,18 +22,11 @@ END = dict.fromkeys(README_CODES, "<|im_end|>\n<|endoftext|>")
 END["readme.DSE"] = "<|im_end|>\n<|im_start|>assistant\n<|endoftext|>"
 PROMPTS = {"query": "Query: ", "document": "Document: "}
 BLANK = "<|video_pad|>"  # stands for each token of the blank image; no other video is read
-BLANK_SIDE = 2  # tokens on a side of the blank image
 
 
 def code_of(hf: dict[str, Any]) -> str:
     """Return the key in README_CODES of the code that the config names."""
     return hf["auto_map"]["AutoModel"]
-
-
-def is_dse(hf: dict[str, Any]) -> bool:
-    """Return whether a config of Qwen2-VL is of this family."""
-    codes = hf.get("auto_map")
-    return isinstance(codes, dict) and codes.get("AutoModel") in README_CODES
 
 
 def frame(hf: dict[str, Any]) -> tuple[str, str]:
@@ -43,7 +39,7 @@ FAMILY = decoder_family(
     own_code={"AutoModel": tuple(README_CODES)},
     prefixes=qwen2_vl.FAMILY.prefixes,
     images=("converters.vision.dse", "visual.*"),
-    is_variant=is_dse,
+    is_variant=partial(brings, codes=README_CODES),
     completed=qwen2_vl.FAMILY.completed,
     config=qwen2_vl.text_config,
     prompts=(PROMPTS, "query"),

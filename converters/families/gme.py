@@ -1,9 +1,11 @@
 """Converts GME-Qwen2-VL: Qwen2-VL in a chat template, of texts, images and both in one input."""
 
+from functools import partial
 from typing import Any
 
 from converters.families import qwen2_vl
 from converters.families.decoders import decoder_family
+from converters.family import brings
 from jaxembed.errors import CheckpointError
 
 # From the authors' modeling_gme_qwen2vl.py.
@@ -15,12 +17,6 @@ TEMPLATE = (
     "<|im_start|>system\n{prompt}<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n"
     "<|im_start|>assistant\n<|endoftext|>"
 )
-
-
-def is_gme(hf: dict[str, Any]) -> bool:
-    """Return whether a config of Qwen2-VL is of this family."""
-    codes = hf.get("auto_map")
-    return isinstance(codes, dict) and codes.get("AutoModel") in CODES
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
@@ -38,7 +34,7 @@ FAMILY = decoder_family(
     own_code={"AutoModel": CODES},
     prefixes=qwen2_vl.FAMILY.prefixes,
     images=("converters.vision.gme", "visual.*"),
-    is_variant=is_gme,
+    is_variant=partial(brings, codes=CODES),
     completed=qwen2_vl.FAMILY.completed,
     config=config,
     chat=(PROMPT, "", TEMPLATE),

@@ -18,7 +18,7 @@ from converters.tokenizers.framed import FramedTokenizer
 from converters.vision import gme, qwen_vl
 from converters.vision.colqwen import vision_rules
 from converters.weights import Rule, Transform, choose, expand
-from jaxembed.data.spec import ImageRules
+from jaxembed.data.spec import BLANK_SIDE, ImageRules
 from jaxembed.models import normalized_pixels
 from jaxembed.models.qwen_vision import QwenVision, QwenVisionConfig
 from jaxembed.models.tokens import PackedTokens
@@ -73,7 +73,7 @@ def blank_rule(encoder: dict[str, Any], rules: ImageRules) -> Rule:
 def blank_image(rules: ImageRules) -> PackedTokens:
     """Return the tokens of a black image of BLANK_SIDE by BLANK_SIDE tokens, as QwenVision takes
     them."""
-    count = dse.BLANK_SIDE**2
+    count = BLANK_SIDE**2
     zeros = jnp.zeros((1, count), jnp.int32)
     return PackedTokens(
         ids=zeros,
@@ -82,5 +82,5 @@ def blank_image(rules: ImageRules) -> PackedTokens:
         types=zeros,
         bounds=jnp.zeros((1, 1, 2), jnp.int32),
         pixels=normalized_pixels(jnp.zeros((1, count, rules.token_bytes), jnp.uint8), rules),
-        places=jnp.asarray(mrope_positions(dse.BLANK_SIDE, dse.BLANK_SIDE, 0, 0))[None],
+        places=jnp.asarray(mrope_positions(BLANK_SIDE, BLANK_SIDE, 0, 0))[None],
     )

@@ -297,6 +297,8 @@ class Chat(msgspec.Struct, frozen=True):
     completes: bool = True
 
 
+BLANK_SIDE = 2  # tokens on a side of the blank image before texts: see models.pages
+
 Resample = Literal["nearest", "lanczos", "bilinear", "bicubic"]
 
 
@@ -324,7 +326,7 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     keep the aspect ratio: with `most_patches` an image is resized to whole patches, at most so
     many, and with `area` to whole tokens, which have between area[0] and area[1] pixels together;
     with `first_area` it is resized to whole tokens between these limits before that, and with
-    `clamps_aspect` images that are too narrow for the model become wider by that.
+    `clamps_aspect` this also widens images that are too narrow for the model.
     After that, if `crop` is given, a rectangle of this height and width is cut from the middle; its
     corner is rounded down, or with `rounds_crop` to the nearest pixel, as by torchvision. Pixels at
     the right and the bottom that make no whole patch are left out.

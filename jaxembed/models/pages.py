@@ -18,6 +18,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from jaxembed.data.spec import BLANK_SIDE
 from jaxembed.models.clip import Clip, ClipConfig
 from jaxembed.models.layers import Embedding, Linear, WordEmbeddings
 from jaxembed.models.modernbert import ModernBert, ModernBertConfig
@@ -88,7 +89,6 @@ class _ReadsImages(nnx.Module):
         return [self.embeddings.normed(hidden), *later]
 
 
-BLANK_SIDE = 2  # tokens on a side of a blank image
 BLANK_TOKENS = BLANK_SIDE**2
 
 
@@ -110,17 +110,16 @@ class Pages(_ReadsImages, Qwen3):
         self.blank = Embedding(BLANK_TOKENS, config.hidden_size) if has_blank else None
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
-        if self.blank is None:
-            hidden, *later = self.embed(tokens)
-            return self.run(hidden, tokens, later)
-        assert tokens.places is not None
-        is_blank, number, places = blanks(tokens, self.blank_id)
         hidden, *later = self.embed(tokens)
-        hidden = jnp.where(is_blank[:, :, None], self.blank(number), hidden)
-        return self.run(hidden, replace(tokens, places=tokens.places + places), later)
+        if self.blank is not None and self.blank_id is not None:
+            assert tokens.places is not None
+            is_blank, number, places = blanks(tokens, self.blank_id)
+            hidden = jnp.where(is_blank[:, :, None], self.blank(number), hidden)
+            tokens = replace(tokens, places=tokens.places + places)
+        return self.run(hidden, tokens, later)
 
 
-def blanks(tokens: PackedTokens, blank_id: int | None) -> tuple[Array, Array, Array]:
+def blanks(tokens: PackedTokens, blank_id: int) -> tuple[Array, Array, Array]:
     """Return for each token whether it is one of a blank image, its number in it, and what is added
     to its places: bool and int `[rows, length]`, and int `[rows, length, 3]`.
 

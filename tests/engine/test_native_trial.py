@@ -219,10 +219,13 @@ def test_numbers_that_are_none_are_wrong():
     assert "off by nan" in (TrialResult(float("nan"), 0.5).refusal(faster=True) or "")
 
 
-def test_calls_whose_turn_comes_too_late_are_not_used(monkeypatch, tmp_path):
+def test_calls_whose_turn_comes_too_late_are_not_used(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(native_trial, "TRIAL_S", 0.0)
     choice = chosen("qwen3", tmp_path)
     assert choice.native is None
+    (warning,) = [one.message for one in caplog.records if one.levelname == "WARNING"]
+    assert "native linear" in warning
+    assert "was not tried in time" in warning
     assert set(choice.refused.values()) == {native_trial.LATE}
 
 

@@ -154,12 +154,6 @@ def choose_kernels(
         raise ConfigError(f"--kernels {option} cannot be used: {reason}")
     if choice.taken or choice.native is not None or choice.refused:
         logger.info("kernels: used %(used)s, not used %(not_used)s", choice.describe())
-    if late := [name for name, reason in choice.refused.items() if reason == LATE]:
-        logger.warning(
-            "%s was not tried in time, because this machine is busy, so XLA computes it, perhaps "
-            "more slowly; the next start tries again",
-            ", ".join(late),
-        )
     return choice
 
 
@@ -198,6 +192,12 @@ def choose_native(
     reasons = {name: trial.refusal(faster) for name, trial in result_of.items()}
     without = frozenset(name for name, reason in reasons.items() if reason)
     refused = {f"{NATIVE} {name}": reason for name, reason in reasons.items() if reason}
+    if late := [name for name, reason in refused.items() if reason == LATE]:
+        logger.warning(
+            "%s was not tried in time, because this machine is busy, so XLA computes it, perhaps "
+            "more slowly; the next start tries again",
+            ", ".join(late),
+        )
     # a native call is used only if all native calls that it needs are used
     used = {
         name for name in result_of if name not in without and not NEEDED.get(name, set()) & without
