@@ -48,14 +48,17 @@ class Bucket:
     length: int
     # the number of tokens of all rows, padding included
     tokens: int = field(init=False, repr=False, compare=False)
-    # The largest number of sequences or spans in a row, a quarter of its tokens. That is enough for
-    # real queries: MS MARCO's need at most 5 slots in a row of 32 tokens, and 16 in a row of 128.
-    slots: int = field(init=False, repr=False, compare=False)
+    # The largest number of sequences or spans in a row, by default a quarter of its tokens. That is
+    # enough for real queries: MS MARCO's need at most 5 slots in a row of 32 tokens, and 16 in one
+    # of 128.
+    slots: int = field(default=0, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", self.rows * self.length)
-        object.__setattr__(self, "slots", min(max(self.length // TOKENS_PER_SLOT, 1), MAX_SLOTS))
+        if not self.slots:
+            slots = min(max(self.length // TOKENS_PER_SLOT, 1), MAX_SLOTS)
+            object.__setattr__(self, "slots", slots)
         object.__setattr__(self, "_hash", hash((self.rows, self.length)))
 
     def __hash__(self) -> int:
@@ -145,7 +148,8 @@ def one_length_grid(
     """Return a grid for sequences that all have `length` tokens, such as images of one size.
 
     There are two row lengths: for one sequence, and for the number of sequences that leaves the
-    least padding. Both are multiples of `tile`. On each of the `shards` devices, numbers of rows
+    least padding. Both are multiples of `tile`. A row has a slot for each of these sequences; a
+    head takes time for every slot, used or not. On each of the `shards` devices, numbers of rows
     are powers of four, and the largest power of two that fits in `max_batch_tokens`, the token
     budget of a device.
     """
@@ -162,7 +166,11 @@ def one_length_grid(
         max_rows = max(best_count // 2, 1)
         per_device[row(1)] = [rows for rows in per_device[row(1)] if rows <= max_rows] or [1]
     return BucketGrid(
-        tuple(Bucket(r * shards, row_len) for row_len, rows in per_device.items() for r in rows)
+        tuple(
+            Bucket(r * shards, row_len, slots=row_len // length)
+            for row_len, rows in per_device.items()
+            for r in rows
+        )
     )
 
 

@@ -100,7 +100,8 @@ class Replica:
         self.native_layout = native_layout
         # Native attention adds up the keys of a text in tiles of its row. Where a text starts at a
         # tile, its vector does not depend on its place, and the padding before it takes no time.
-        self.alignment = native.TILE if native_layout and program.skips_padding else 1
+        # Images of one size would waste a part of each row.
+        self.alignment = native.TILE if native_layout and not program.reads_images else 1
         self._float32_bucket = float32_bucket
         self._attention = attention
         named = zip(program.shapes, program.order(parameters), strict=True)

@@ -51,10 +51,8 @@ class Model(nnx.Module):
         if self.image is not None:
             assert tokens.pixels is not None
             tokens = replace(tokens, pixels=normalized_pixels(tokens.pixels, self.image))
-        # a tower of images may have more patches than tokens
-        segments = tokens.segments if self.image is None else None
         with adapters.chosen(tokens.adapters):
-            with native.skipping_padding(segments):
+            with native.skipping_padding(tokens.segments):
                 hidden = self.tower(tokens)
             # Use the order of OUTPUTS: the order of a set differs by process, which would change
             # the compiled program.
@@ -144,7 +142,7 @@ class Program:
     degree: int = 1
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     quantize: Quantize | None = None  # what of the weights and activations is int8 on devices
-    skips_padding: bool = True  # whether native kernels do; models of images have other segments
+    reads_images: bool = False  # whether the model takes images, alone or beside texts
     active_experts: int = 0  # routed experts that each token uses in a layer that has some
 
     @property
@@ -237,7 +235,7 @@ def program(spec: ModelSpec, degree: int = 1, quantize: Quantize | None = None) 
         degree,
         cuts,
         quantize,
-        skips_padding=image is None,
+        reads_images=image is not None,
         active_experts=spec.config.get("active_experts", 0),
     )
 

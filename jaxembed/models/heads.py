@@ -6,6 +6,7 @@ sentence_transformers.models.Pooling.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -217,19 +218,25 @@ class AttentionPoolingHead(nnx.Module):
         self.num_heads, self.activation = head.num_heads, head.activation
 
     def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Float[Array, "rows slots width"]:
-        rows, length, dim = hidden.shape
+        rows, _, dim = hidden.shape
+        heads, width = self.num_heads, dim // self.num_heads
         hidden = jnp.where(tokens.segments[:, :, None] != 0, hidden, 0.0)  # padding may hold NaN
-        query = self.query(self.probe[...].astype(jnp.float32)[None, None]).reshape(
-            self.num_heads, -1
+        product = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+        # All tokens meet the same query, so the weight of the keys is multiplied with it once. The
+        # keys' bias is left out: it adds the same to all scores of a head.
+        is_same = jnp.eye(heads)  # whether two heads are the same
+        query = self.query(self.probe[...].astype(jnp.float32)[None, None]).reshape(dim, 1)
+        by_head = query * width**-0.5 * jnp.repeat(is_same, width, axis=0)
+        scorer = product(
+            "dc,ch->dh", self.key_value.kernel[...], jnp.pad(by_head, ((0, dim), (0, 0)))
         )
-        joint = self.key_value(hidden).reshape(rows, length, 2, self.num_heads, -1)
-        highest = lax.Precision.HIGHEST
-        scores = jnp.einsum("blhw,hw->bhl", joint[:, :, 0], query, precision=highest)
-        scores = scores[:, None] * query.shape[-1] ** -0.5
+        scores = product("bld,dh->bhl", hidden, scorer)[:, None]
         scores = jnp.where(slot_members(tokens)[:, :, None], scores, MASKED)
-        weights = jax.nn.softmax(scores, axis=-1)
-        pooled = jnp.einsum("bshl,blhw->bshw", weights, joint[:, :, 1], precision=highest)
-        pooled = self.out(pooled.reshape(rows, -1, dim))
+        # Tokens are averaged before they are multiplied with the weight of the values.
+        means = product("bshl,bld->bshd", jax.nn.softmax(scores, axis=-1), hidden)
+        values = self.key_value(means.reshape(rows, -1, dim))[:, :, dim:]
+        values = values.reshape(rows, -1, heads, heads, width) * is_same[None, None, :, :, None]
+        pooled = self.out(values.sum(axis=2).reshape(rows, -1, dim))
         pooled = pooled + self.down(ACTIVATIONS[self.activation](self.up(self.norm(pooled))))
         return _through(self.modules, pooled)
 

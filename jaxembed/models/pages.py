@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from jaxembed.data.spec import BLANK_SIDE
+from jaxembed.models import native
 from jaxembed.models.clip import Clip, ClipConfig
 from jaxembed.models.layers import Embedding, Linear, WordEmbeddings
 from jaxembed.models.modernbert import ModernBert, ModernBertConfig
@@ -221,7 +222,8 @@ class TileEncoder(nnx.Module):
             bounds=jnp.zeros((1, 1, 2), positions.dtype),
             pixels=pixels.reshape(1, positions.shape[1], -1),
         )
-        return self.projection(self.tower(patches).reshape(1, self.size, -1))[0]
+        with native.skipping_padding(None):  # a tile has none
+            return self.projection(self.tower(patches).reshape(1, self.size, -1))[0]
 
 
 IMAGE_TOWERS: dict[str, Callable[[Mapping[str, Any], int], nnx.Module]] = {

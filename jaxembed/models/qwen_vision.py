@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxembed.models import native
 from jaxembed.models.attention import AttentionMask, with_segments
 from jaxembed.models.layers import Embedding, LayerNorm, Linear, Mlp, RMSNorm, attend_hidden
 from jaxembed.models.parallel import share
@@ -113,17 +114,20 @@ class QwenVision(PatchMerger):
             jnp.broadcast_to(numbers, shape).reshape(rows, -1) for numbers in (in_row, in_column)
         )
         rotation = Rotation.of_grid(patch_rows, patch_columns, self.head_width, self.theta)
-        hidden = self.patch(patches)
-        if self.position is not None:
-            assert tokens.places is not None
-            sides = self.merge * jnp.repeat(tokens.places[:, :, 3:], patches_per_token, axis=1)
-            hidden = hidden + self.position(patch_rows, patch_columns, sides)
-        later: list[Hidden] = []
-        for number, layer in enumerate(self.layers):
-            hidden = layer(hidden, images, windows, rotation)
-            if number in self.deepstack:
-                later.append(self.mergers[len(later)].merged(hidden))
-        return [self.merged(hidden), *later]
+        merged = []
+        with native.skipping_padding(images):
+            hidden = self.patch(patches)
+            if self.position is not None:
+                assert tokens.places is not None
+                sides = self.merge * jnp.repeat(tokens.places[:, :, 3:], patches_per_token, axis=1)
+                hidden = hidden + self.position(patch_rows, patch_columns, sides)
+            for number, layer in enumerate(self.layers):
+                hidden = layer(hidden, images, windows, rotation)
+                if number in self.deepstack:
+                    with native.skipping_padding(tokens.segments):
+                        merged.append(self.mergers[len(merged)].merged(hidden))
+        with native.skipping_padding(tokens.segments):
+            return [self.merged(hidden), *merged]
 
 
 class GridPositions(nnx.Module):

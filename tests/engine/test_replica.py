@@ -195,9 +195,9 @@ def test_packed_replicas_run_on_several_devices_and_at_once():
             np.testing.assert_array_equal(run.result()["dense"][0, :2], vectors)
 
 
-def test_a_model_of_images_computes_padding_so_images_are_not_aligned():
-    assert not program(tiny_spec(**TOWERS["pages"])).skips_padding
-    assert program(tiny_spec()).skips_padding
+def test_a_program_says_whether_it_reads_images_which_replicas_do_not_align():
+    assert program(tiny_spec(**TOWERS["pages"])).reads_images
+    assert not program(tiny_spec()).reads_images
 
 
 def test_only_the_outputs_asked_for_are_fetched_and_empty_slots_are_zero(replica):

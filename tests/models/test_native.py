@@ -228,6 +228,40 @@ def test_skipped_padding_is_zeros_and_changes_no_other_bit(way, end, is_quantize
         assert_near(got[1][real], np.asarray(whole[1])[real], "float32", atol=1e-4)
 
 
+@pytest.mark.parametrize("end", each(["gelu", "gated_silu"], "gelu"))
+@pytest.mark.parametrize("is_quantized", [False, True])
+@pytest.mark.parametrize("rows", [3, 40])  # with few rows threads share columns
+def test_padding_in_half_a_layer_is_zeros_and_changes_no_other_bit(way, end, is_quantized, rows):
+    """Wherever it lies, and however threads divide what is left."""
+    dim, inner, shape = 128, 256, (rows, 16)
+    draw = np.random.default_rng(7)
+
+    def product_of(k: int, n: int, has_norm: bool = True):
+        kernel = kernel_of(k, n)
+        weight: Any = (
+            native.packed_quantized(kernel, 2, "bfloat16") if is_quantized else panels(kernel)
+        )
+        norm = (1 + drawn(n, seed=4) / 8, drawn(n, seed=5)) if has_norm else ()
+        return (weight, drawn(n, seed=2), *norm)
+
+    up = product_of(dim, 2 * inner if end.startswith("gated") else inner, has_norm=False)
+    weights = product_of(dim, dim), up, product_of(inner, dim)
+
+    @jax.jit
+    def run(x, segments, weights):
+        whole = native.mlp(x.astype(jnp.bfloat16), x, *weights, 1e-6, end)
+        with native.skipping_padding(segments):
+            return whole, native.mlp(x.astype(jnp.bfloat16), x, *weights, 1e-6, end)
+
+    for share in (0.0, 0.03, 0.3, 0.9, 1.0):
+        segments = (draw.random(shape) < share).astype(np.int32)
+        real = segments != 0
+        x = np.where(real[..., None], drawn(*shape, dim), np.float32("nan"))
+        whole, got = map(np.asarray, run(x, segments, weights))
+        np.testing.assert_array_equal(got[~real], 0.0)
+        np.testing.assert_array_equal(got[real], whole[real])
+
+
 def test_only_kernels_of_whole_panels_are_packable():
     kernel = "tower.layers.0.mlp.up.kernel"
     assert native.is_packable(kernel, (64, 96), "bfloat16")

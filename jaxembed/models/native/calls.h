@@ -204,25 +204,18 @@ XLA_FFI_Error* jaxembed_self_attention(XLA_FFI_CallFrame* frame) {
 
 // Run an MLP in phases. Returns 0, or not 0 if memory is short.
 static int mlp_in_phases(XLA_FFI_CallFrame* frame, const Mlp* m, int64_t threads) {
-  const int64_t rows = m->rows, dim = m->out.n, inner = m->up.n;
-  float* hidden = malloc(rows * (dim * sizeof(float) + inner * sizeof(element)));
-  if (!hidden) return -1;
+  element* wide = malloc(m->blocks.rows * m->up.n * sizeof(element));
+  if (!wide) return -1;
   Phases p = {.products = {m->out, m->up, m->down}};
-  Linear *out = p.products, *up = out + 1, *down = out + 2;
-  element* wide = (element*)(hidden + rows * dim);
-  out->y = hidden, up->x = hidden, down->residual = hidden;
-  up->y = wide, down->x = wide;
-  up->y_in_tiles = 0;
+  p.products[1].y = wide, p.products[2].x = wide;
   atomic_int unfinished[PHASES][MOST_SHARED];
   int64_t end = 0;
   for (int phase = 0; phase < PHASES; phase++) {
     Linear* l = &p.products[phase];
-    l->rows = rows;
-    l->segments = m->out.segments;
     p.ends[phase] = end += divide_into_items(l, threads, unfinished[phase]);
   }
   const int failed = in_phases(frame, phase_item, &p, sizeof p, p.ends, threads);
-  free(hidden);
+  free(wide);
   return failed;
 }
 
@@ -235,23 +228,33 @@ XLA_FFI_Error* jaxembed_mlp(XLA_FFI_CallFrame* frame) {
   XLA_FFI_Error* error = bind_call(frame, gated ? &gated_mlp_call : &mlp_call, &bound);
   if (error) return error;
   const int64_t dim = bound.sizes[DIM], inner = bound.sizes[INNER];
+  const int64_t rows = bound.sizes[LEADING];
   const float eps = real_of(&bound, "eps");
-  Mlp m = {.rows = bound.sizes[LEADING],
-           .out = {.x = data_of(&bound, "mixed"),
+  const int32_t* segments = data_of(&bound, "segments");
+  float* y = bound.result->data;
+  Mlp m = {.out = {.x = data_of(&bound, "mixed"),
                    .residual = data_of(&bound, "hidden"),
-                   .segments = data_of(&bound, "segments"),
+                   .segments = segments,
+                   .y = y,
+                   .rows = rows,
                    .bias = data_of(&bound, "out_bias"),
                    .scale = data_of(&bound, "out_scale"),
                    .shift = data_of(&bound, "out_shift"),
                    .k = dim, .n = dim, .y_stride = dim,
                    .y_is_float = 1, .mode = NORM, .eps = eps},
-           .up = {.bias = data_of(&bound, "up_bias"),
+           .up = {.x = y,
+                  .bias = data_of(&bound, "up_bias"),
+                  .segments = segments,
+                  .rows = rows,
                   .k = dim, .n = inner, .y_stride = inner,
-                  .x_is_float = 1, .y_in_tiles = 1, .mode = end_of(bound.mode)},
+                  .x_is_float = 1, .mode = end_of(bound.mode)},
            .down = {.bias = data_of(&bound, "down_bias"),
+                    .residual = y,
+                    .segments = segments,
                     .scale = data_of(&bound, "down_scale"),
                     .shift = data_of(&bound, "down_shift"),
-                    .y = bound.result->data,
+                    .y = y,
+                    .rows = rows,
                     .k = inner, .n = dim, .y_stride = dim,
                     .y_is_float = 1, .mode = NORM, .eps = eps}};
   bind_weight(&bound, "out_kernel", "out_kernel_scales", &m.out);
@@ -263,10 +266,11 @@ XLA_FFI_Error* jaxembed_mlp(XLA_FFI_CallFrame* frame) {
                               UP_NARROW);
   m.down.adapters = adapters_of(&bound, "down_adapter_down", "down_adapter_up",
                                 "down_adapter_owners", DOWN_NARROW);
-  const int64_t threads = threads_for(frame, (double)m.rows * dim * inner);
+  const int64_t live = live_of(rows, segments);
+  const int64_t threads = threads_for(frame, (double)live * dim * inner);
   int64_t block = MLP_BLOCK;
-  while (block > PANEL && parts(m.rows, block) < threads) block /= 2;
-  m.blocks = even_blocks(m.rows, block, threads);
+  while (block > PANEL && parts(live, block) < threads) block /= 2;
+  m.blocks = even_blocks(rows, segments, block, threads);
   const int64_t blocks = m.blocks.count;
   const int failed = blocks < threads
                          ? mlp_in_phases(frame, &m, threads)

@@ -35,7 +35,7 @@ int jaxembed_check(void) {
       kernel[at] = exact(value);
     }
   const Linear l = {.x = x, .kernel = kernel, .bias = bias, .y = y, .rows = ROWS, .k = K, .n = N,
-                    .y_stride = N, .blocks = even_blocks(ROWS, ROWS, 1), .columns = N,
+                    .y_stride = N, .blocks = even_blocks(ROWS, NULL, ROWS, 1), .columns = N,
                     .column_parts = 1, .y_is_float = 1};
   tiles_on();
   const int failed = linear_item(&l, 0, -1);

@@ -6,66 +6,53 @@
 #include "linear.h"
 #include "threads.h"
 
-// The rest of a layer after attention: hidden <- norm(hidden + mixed . out), then
-// norm(hidden + gelu(hidden . up) . down), where `up` may be gated instead. It takes a block of rows
-// at a time, whose intermediate results stay in the core's cache if they fit.
+// The rest of a layer after attention: y <- norm(hidden + mixed . out), then
+// norm(y + gelu(y . up) . down), where `up` may be gated instead. It takes a block of rows at a time,
+// whose intermediate results stay in the core's cache if they fit.
 typedef struct {
   Linear out, up, down;
-  int64_t rows;
-  Blocks blocks;
+  Blocks blocks;  // of rows
 } Mlp;
 
 // A work item of the MLP: one block of rows. See Work for the rest.
 static int mlp_item(const void* arguments, int64_t item, int64_t before) {
   (void)before;
   const Mlp* m = arguments;
-  const int64_t first = first_of_block(m->blocks, m->rows, item);
-  const int64_t size = first_of_block(m->blocks, m->rows, item + 1) - first;
+  const int64_t first = first_of_block(m->blocks, item);
+  const int64_t last = first_of_block(m->blocks, item + 1);
   const int64_t dim = m->out.n, width = m->up.n, block = m->blocks.most;
   const int is_quantized = m->down.quantized.values != NULL;
-  const int64_t of_inner = is_quantized ? block * width : 0;  // elements that are quantized
+  const size_t of_inner = is_quantized ? block * width * sizeof(element) : 0;
   const size_t outer = laid_bytes(&m->out, block) > laid_bytes(&m->up, block)
                            ? laid_bytes(&m->out, block)
                            : laid_bytes(&m->up, block);
-  float* sums = scratch((sums_of(&m->up, block) + block * dim) * sizeof(float) +
-                        of_inner * sizeof(element) + outer + laid_bytes(&m->down, block) +
-                        bytes_of_rows(block));
+  float* sums = scratch(sums_of(&m->up, block) * sizeof(float) + of_inner + outer +
+                        laid_bytes(&m->down, block) + bytes_of_rows(block));
   if (!sums) return -1;
-  float* hidden = sums + sums_of(&m->up, block);
-  element* inner = (element*)(hidden + block * dim);
-  char* memory = (char*)(inner + of_inner);
-  Laid laid, last;
-  divide(&m->down, size, memory + outer, &last);
-
-  Linear out = m->out, up = m->up, down = m->down;
-  out.x = (const element*)out.x + first * dim;
-  out.residual += first * dim;
-  out.y = hidden;
-  out.adapters = of_rows(out.adapters, first);
-  up.adapters = of_rows(up.adapters, first);
-  down.adapters = of_rows(down.adapters, first);
-  down.y = (float*)down.y + first * dim;
-  if (out.segments) out.segments += first;
-  down.segments = out.segments;
-  clear_padding(&down, 0, size, 0, dim);
+  element* inner = (element*)(sums + sums_of(&m->up, block));  // what is quantized
+  char *memory = (char*)inner + of_inner, *of_last = memory + outer;
+  clear_padding(&m->down, first, last, 0, dim);
   const Rows rows =
-      live_rows(&out, 0, size, (int32_t*)(memory + outer + laid_bytes(&m->down, block)));
-  divide(&out, size, memory, &laid);
-  lay_out(&out, rows, 0, &laid, sums);
-  multiply(&out, &laid, rows, 0, dim, sums);
-  norm_rows(&out, rows);
+      live_rows(&m->out, first, last, (int32_t*)(of_last + laid_bytes(&m->down, block)));
 
-  up.x = hidden;
-  up.y_in_tiles = !is_quantized;
-  up.y = is_quantized ? inner : last.tiles;
-  divide(&up, size, memory, &laid);
+  Laid laid;
+  divide(&m->out, rows.count, memory, &laid);
+  lay_out(&m->out, rows, 0, &laid, sums);
+  multiply(&m->out, &laid, rows, 0, dim, sums);
+  norm_rows(&m->out, rows);
+
+  Laid wide;  // of `down`
+  divide(&m->down, rows.count, of_last, &wide);
+  Linear up = m->up, down = m->down;
+  up.y_in_tiles = !is_quantized, up.y_is_live = 1;
+  up.y = is_quantized ? inner : wide.tiles;
+  divide(&up, rows.count, memory, &laid);
   lay_out(&up, rows, 0, &laid, sums);
   multiply(&up, &laid, rows, 0, width, sums);
 
-  down.x = inner;
-  down.residual = hidden;
-  lay_out(&down, rows, !is_quantized, &last, sums);
-  multiply(&down, &last, rows, 0, dim, sums);
+  down.x = inner, down.x_is_live = 1;
+  lay_out(&down, rows, !is_quantized, &wide, sums);
+  multiply(&down, &wide, rows, 0, dim, sums);
   norm_rows(&down, rows);
   return 0;
 }

@@ -26,23 +26,42 @@ enum {
   MODES
 };
 
-// Blocks of nearly equal numbers of rows.
+// Rows in blocks, each with nearly as many that are no padding as the others.
 typedef struct {
-  int64_t count, most;  // how many, and the most rows of one, rounded up to whole panels
+  int64_t rows;
+  const int32_t* segments;  // of each row; those of 0 are padding. NULL: none is padding
+  int64_t live;             // rows that are no padding
+  int64_t count;            // of blocks
+  int64_t most;             // live rows of a block at most, rounded up to whole panels
 } Blocks;
 
-// Divide rows into blocks of about `size`. If there are more blocks than threads, each thread gets
-// as many as the others, of up to 1.5 times this size.
-static Blocks even_blocks(int64_t rows, int64_t size, int64_t threads) {
-  int64_t count = parts(rows, size);
-  if (count > threads) count = (rows + size * threads / 2) / (size * threads) * threads;
-  count = min64(count, parts(rows, GROUP));
-  return (Blocks){count, parts(parts(parts(rows, GROUP), count) * GROUP, PANEL) * PANEL};
+// The number of rows that are no padding.
+static int64_t live_of(int64_t rows, const int32_t* segments) {
+  if (!segments) return rows;
+  int64_t live = 0;
+  for (int64_t row = 0; row < rows; row++) live += segments[row] != 0;
+  return live;
+}
+
+// Divide rows into blocks with about `size` live rows. If there are more blocks than threads, each
+// thread gets as many as the others, of up to 1.5 times this size.
+static Blocks even_blocks(int64_t rows, const int32_t* segments, int64_t size, int64_t threads) {
+  const int64_t live = live_of(rows, segments), groups = max64(1, parts(live, GROUP));
+  int64_t count = parts(live, size);
+  if (count > threads) count = (live + size * threads / 2) / (size * threads) * threads;
+  count = max64(1, min64(count, groups));
+  return (Blocks){rows, segments, live, count, parts(parts(groups, count) * GROUP, PANEL) * PANEL};
 }
 
 // The first row of a block, which is that after the last one of the block before.
-static int64_t first_of_block(Blocks blocks, int64_t rows, int64_t block) {
-  return min64(rows, parts(rows, GROUP) * block / blocks.count * GROUP);
+static int64_t first_of_block(Blocks blocks, int64_t block) {
+  if (block == 0) return 0;
+  int64_t before = min64(blocks.live, parts(blocks.live, GROUP) * block / blocks.count * GROUP);
+  if (before == blocks.live) return blocks.rows;
+  if (!blocks.segments) return before;
+  int64_t row = 0;
+  for (; before || !blocks.segments[row]; row++) before -= blocks.segments[row] != 0;
+  return row;
 }
 
 typedef struct {
@@ -58,6 +77,7 @@ typedef struct {
   int64_t columns;       // columns of an item, a multiple of 32
   int64_t column_parts;  // number of items that share a block
   int x_is_float, y_is_float, y_in_tiles, mode;
+  int x_is_live, y_is_live;  // whether x or y has only those rows of a block that are no padding
   float eps;
   Adapters adapters;
   atomic_int* unfinished;  // number of unfinished items of each block; the last computes the norm
@@ -148,13 +168,18 @@ static size_t laid_bytes(const Linear* l, int64_t block) {
   return parts(divide(l, block, NULL, &laid), 64) * 64;
 }
 
+// Where x has row `i` of `rows`.
+static inline int64_t row_of_x(const Linear* l, Rows rows, int64_t i) {
+  return l->x_is_live ? i : rows.at[i];
+}
+
 // Copy rows of x into tiles. Float32 is rounded to elements, and missing rows of the last tile
 // become zeros.
 static void lay_in_tiles(const Linear* l, Rows rows, element* tiles) {
   const int64_t k = l->k, padded = parts(rows.count, TILE) * TILE;
   for (int64_t i = 0; i < padded; i++) {
     element* line = tiles + i / TILE * TILE * k + i % TILE * STEP;
-    const int64_t from = i < rows.count ? rows.at[i] * k : 0;
+    const int64_t from = i < rows.count ? row_of_x(l, rows, i) * k : 0;
     for (int64_t at = 0; at < k; at += STEP, line += TILE_ELEMENTS) {
       if (i >= rows.count) {
         memset(line, 0, STEP * sizeof(element));
@@ -175,7 +200,7 @@ static void lay_in_bytes(const Linear* l, Rows rows, const Laid* laid) {
     uint8_t* line = laid->bytes + i / TILE * TILE * k + i % TILE * BYTES_STEP;
     for (int64_t at = 0; at < k; at += group, scale++, line += group * TILE) {
       if (i < rows.count) {
-        *scale = quantize(l->x, l->x_is_float, rows.at[i] * k + at, group, line);
+        *scale = quantize(l->x, l->x_is_float, row_of_x(l, rows, i) * k + at, group, line);
         continue;
       }
       *scale = (RowScale){0, 0};
@@ -218,7 +243,8 @@ static inline void finish_columns(const Linear* l, Rows rows, int64_t first, int
   const float *of_gates = l->bias + column, *of_sums = of_gates + (gates ? l->n : 0);
   const vec bias[2] = {v_load(of_sums), v_load(of_sums + TILE)};
   for (int64_t i = 0; i < min64(PANEL, rows.count - first); i++) {
-    int64_t at = rows.at[first + i] * l->y_stride + column - l->y_column;
+    const int64_t row = l->y_is_live ? first + i : rows.at[first + i];
+    int64_t at = row * l->y_stride + column - l->y_column;
     vec low = v_add(v_load(sums + i * PANEL), bias[0]);
     vec high = v_add(v_load(sums + i * PANEL + TILE), bias[1]);
     if (gates) {
@@ -294,8 +320,8 @@ static void multiply(const Linear* l, const Laid* laid, Rows rows, int64_t start
 static int linear_item(const void* arguments, int64_t item, int64_t before) {
   const Linear* l = arguments;
   const int64_t block = item / l->column_parts, part = item % l->column_parts;
-  const int64_t first = first_of_block(l->blocks, l->rows, block), most = l->blocks.most;
-  const int64_t last = first_of_block(l->blocks, l->rows, block + 1);
+  const int64_t first = first_of_block(l->blocks, block), most = l->blocks.most;
+  const int64_t last = first_of_block(l->blocks, block + 1);
   const int64_t start = part * l->columns, end = min64(start + l->columns, l->n);
   Laid laid;
   float* sums =
@@ -334,7 +360,7 @@ static int64_t block_bytes(void) {
 // threads share the columns of each.
 static int64_t divide_into_items(Linear* l, int64_t threads, atomic_int unfinished[MOST_SHARED]) {
   const int64_t in_cache = block_bytes() / (int64_t)sizeof(element) / l->k / PANEL * PANEL;
-  l->blocks = even_blocks(l->rows, max64(PANEL, min64(128, in_cache)), threads);
+  l->blocks = even_blocks(l->rows, l->segments, max64(PANEL, min64(128, in_cache)), threads);
   const int64_t blocks = l->blocks.count;
   l->columns = l->n;
   if (blocks < threads && blocks <= MOST_SHARED)
