@@ -264,7 +264,7 @@ def _grid_of(
 ) -> BucketGrid:
     """Return the default grid of a model for inputs of up to `limit` tokens, with `budget` tokens
     in a batch of a device."""
-    tile = TPU_TILE if platform == "tpu" else 1
+    tile = TPU_TILE if platform == "tpu" else native.TILE if native_choice.native else 1
     if not spec.takes_texts or spec.filled is not None:
         # All sequences have nearly the same length. Texts that are filled with augmentation tokens
         # have exactly the same. Images that keep their aspect ratio have 225 to 256 tokens, unless

@@ -18,6 +18,7 @@ from jaxembed.models.attention import (
     using,
 )
 from jaxembed.models.layers import BiasByDistance
+from jaxembed.models.rope import Rotation
 
 HEADS, WIDTH = 2, 8
 
@@ -280,3 +281,25 @@ def test_padded_native_attention_is_that_of_xla(
     got = jax.jit(lambda: ByNative(dtype="float32")(*operands))()
     real = np.asarray(segments) != 0
     np.testing.assert_allclose(got[real], by_xla(*operands)[real], atol=2e-6)
+
+
+@pytest.mark.parametrize("width", [32, 48, 80])
+def test_native_kernels_of_float32_rotate_heads_of_sixteens(native_kernels, width):
+    draw = np.random.default_rng(0)
+    segments = jnp.asarray([[1] * 20 + [2] * 23 + [0] * 5])
+    joint = draw.standard_normal((1, 48, 3, 4, width), np.float32)
+    joint[np.asarray(segments) == 0] = np.nan
+    turns = draw.standard_normal((1, 48, width // 2), np.float32)
+    operands = (
+        jnp.asarray(joint),
+        segments,
+        EVERYTHING,
+        None,
+        Rotation(jnp.cos(turns), jnp.sin(turns)),
+    )
+    with using(ByNative(dtype="float32")):
+        call = jax.jit(lambda: attend_joint(*operands))
+        assert "jaxembed_joint_attention" in call.lower().as_text()
+        got = call()
+    real = np.asarray(segments) != 0
+    np.testing.assert_allclose(got[real], attend_joint(*operands)[real], atol=2e-6)

@@ -210,7 +210,7 @@ def choose_native(
         without |= {"attention"}
     # a backbone with an attention of its own makes no attention call
     widths = {call.width for call in call_counts}
-    takes_all = bool(widths) and all(native.takes(native.TILE, n) for n in widths)
+    takes_all = bool(widths) and all(native.takes(native.TILE, n, dtype) for n in widths)
     return Choice(
         refused=refused,
         native=ByNative(without, dtype),

@@ -271,10 +271,10 @@ def step(kernels: str) -> int:
     return TILE * UNIT[kernels]
 
 
-def takes(length: int, width: int) -> bool:
-    """Whether `joint_attention` and `self_attention` take rows of this length, and heads of this
-    width."""
-    return length % TILE == 0 and width % PANEL == 0
+def takes(length: int, width: int, kernels: str) -> bool:
+    """Whether `joint_attention` takes rows of this length, and heads of this width. `kernels` is a
+    key of UNIT."""
+    return length % TILE == 0 and width % step(kernels) == 0
 
 
 def attention(
@@ -349,7 +349,8 @@ def supports_self_attention(
     Two calls are faster for rows that do not fit the cache of a core.
     """
     _, length, dim = hidden.shape
-    fits = takes(length, dim // heads) and length * dim <= MAX_ROW_ELEMENTS
+    takes_shape = length % TILE == 0 and dim % (heads * PANEL) == 0
+    fits = takes_shape and length * dim <= MAX_ROW_ELEMENTS
     return fits and is_packed(kernel)
 
 

@@ -27,13 +27,21 @@ static void rotate(const Attention* t, const element* from, int64_t stride, int6
                    int64_t tokens, element* to) {
   const int64_t half = t->width / 2;
   const float *cos = t->cos + token * half, *sin = t->sin + token * half;
-  for (int64_t i = 0; i < tokens; i++, from += stride, to += t->width, cos += half, sin += half)
-    for (int64_t k = 0; k < half; k += TILE) {
+  for (int64_t i = 0; i < tokens; i++, from += stride, to += t->width, cos += half, sin += half) {
+    int64_t k = 0;
+    for (; k + TILE <= half; k += TILE) {
       const vec first = load_elements(from + k), second = load_elements(from + half + k);
       const vec c = v_load(cos + k), s = v_load(sin + k);
       store_half(to + k, v_fms(first, c, v_mul(second, s)));
       store_half(to + half + k, v_fma(second, c, v_mul(first, s)));
     }
+#ifdef ELEMENTS_ARE_FLOAT32
+    for (; k < half; k++) {
+      to[k] = from[k] * cos[k] - from[half + k] * sin[k];
+      to[half + k] = from[half + k] * cos[k] + from[k] * sin[k];
+    }
+#endif
+  }
 }
 
 // Lay out the keys as panels, [length / 32][width / STEP][2 tiles], that queries are multiplied with.

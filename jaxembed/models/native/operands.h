@@ -42,7 +42,7 @@ static const struct {
     [THREE] = {"three", 3},  [HEADS] = {"heads", 1},    [GROUPS] = {"groups", 1},
     [WIDTH] = {"width", STEP}, [DIM] = {"dim", PANEL},  [JOINT] = {"joint", PANEL},
     [INNER] = {"inner", PANEL}, [IN] = {"in", PANEL},   [OUT] = {"out", PANEL},
-    [COLUMNS] = {"columns", PANEL}, [DISTANCES] = {"distances", 1}, [HALF] = {"half", TILE},
+    [COLUMNS] = {"columns", PANEL}, [DISTANCES] = {"distances", 1}, [HALF] = {"half", STEP / 2},
     [NARROW] = {"narrow", PANEL},           [OUT_NARROW] = {"out_narrow", PANEL},
     [UP_NARROW] = {"up_narrow", PANEL},     [DOWN_NARROW] = {"down_narrow", PANEL},
 };
