@@ -139,7 +139,9 @@ def takes_joint(length: int, width: int, dtype: Any) -> bool:
     """Whether `attend_joint` uses the native kernel for rows of this length and heads of this
     width. The kernel takes heads that the caller has rounded to `dtype`, and rotates the rounded
     heads."""
-    return is_native("joint_attention", dtype) and native.takes(length, width, str(jnp.dtype(dtype)))
+    return is_native("joint_attention", dtype) and native.takes(
+        length, width, str(jnp.dtype(dtype))
+    )
 
 
 @contextmanager
