@@ -100,7 +100,7 @@ class Replica:
         self.native_layout = native_layout
         # Native attention adds up the keys of a text in tiles of its row. Where a text starts at a
         # tile, its vector does not depend on its place, and the padding before it takes no time.
-        # Images of one size would waste a part of each row.
+        # Images of one size are not aligned: fewer of them would fit into a row.
         self.alignment = native.TILE if native_layout and not program.reads_images else 1
         self._float32_bucket = float32_bucket
         self._attention = attention

@@ -222,11 +222,11 @@ class AttentionPoolingHead(nnx.Module):
         heads, width = self.num_heads, dim // self.num_heads
         hidden = jnp.where(tokens.segments[:, :, None] != 0, hidden, 0.0)  # padding may hold NaN
         product = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-        # All tokens meet the same query, so the weight of the keys is multiplied with it once. The
-        # keys' bias is left out: it adds the same to all scores of a head.
-        is_same = jnp.eye(heads)  # whether two heads are the same
+        # The query is the same for all tokens: it is multiplied with the weight of the keys once.
+        # The keys' bias is left out: it adds the same number to all scores of a head.
+        identity = jnp.eye(heads)  # selects what a head computes with its own columns of a weight
         query = self.query(self.probe[...].astype(jnp.float32)[None, None]).reshape(dim, 1)
-        by_head = query * width**-0.5 * jnp.repeat(is_same, width, axis=0)
+        by_head = query * width**-0.5 * jnp.repeat(identity, width, axis=0)
         scorer = product(
             "dc,ch->dh", self.key_value.kernel[...], jnp.pad(by_head, ((0, dim), (0, 0)))
         )
@@ -235,7 +235,7 @@ class AttentionPoolingHead(nnx.Module):
         # Tokens are averaged before they are multiplied with the weight of the values.
         means = product("bshl,bld->bshd", jax.nn.softmax(scores, axis=-1), hidden)
         values = self.key_value(means.reshape(rows, -1, dim))[:, :, dim:]
-        values = values.reshape(rows, -1, heads, heads, width) * is_same[None, None, :, :, None]
+        values = values.reshape(rows, -1, heads, heads, width) * identity[None, None, :, :, None]
         pooled = self.out(values.sum(axis=2).reshape(rows, -1, dim))
         pooled = pooled + self.down(ACTIVATIONS[self.activation](self.up(self.norm(pooled))))
         return _through(self.modules, pooled)

@@ -114,7 +114,7 @@ class QwenVision(PatchMerger):
             jnp.broadcast_to(numbers, shape).reshape(rows, -1) for numbers in (in_row, in_column)
         )
         rotation = Rotation.of_grid(patch_rows, patch_columns, self.head_width, self.theta)
-        merged = []
+        to_merge = []
         with native.skipping_padding(images):
             hidden = self.patch(patches)
             if self.position is not None:
@@ -124,10 +124,10 @@ class QwenVision(PatchMerger):
             for number, layer in enumerate(self.layers):
                 hidden = layer(hidden, images, windows, rotation)
                 if number in self.deepstack:
-                    with native.skipping_padding(tokens.segments):
-                        merged.append(self.mergers[len(merged)].merged(hidden))
+                    to_merge.append(hidden)
         with native.skipping_padding(tokens.segments):
-            return [self.merged(hidden), *merged]
+            pairs = zip((self, *self.mergers), (hidden, *to_merge), strict=True)
+            return [merger.merged(of_patches) for merger, of_patches in pairs]
 
 
 class GridPositions(nnx.Module):

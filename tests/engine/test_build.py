@@ -154,6 +154,12 @@ def test_with_native_kernels_a_row_of_the_whole_budget_holds_several_inputs(plan
     assert (made.grid.max_length, made.max_batch_tokens) == (64, 512)
 
 
+def test_rows_of_native_kernels_are_whole_tiles_whatever_the_limit_is(planned, monkeypatch):
+    assert planned(max_input_tokens=50).grid.max_length == 50
+    monkeypatch.setattr(build_module, "choose_native", lambda *arguments: Choice(native=by_native))
+    assert planned(max_input_tokens=50).grid.max_length == 64
+
+
 def test_a_grid_from_a_file_is_used_and_checked_against_the_limit(planned, tmp_path):
     path = grid_of(tmp_path, [1, 64], [8, 16])
     made = planned(buckets=path, max_batch_tokens=128)

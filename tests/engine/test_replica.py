@@ -20,7 +20,7 @@ from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.compiles import SAFE_FUSION, compile_events, compiler_options
 from jaxembed.engine.placement import place_parameters
 from jaxembed.engine.replica import Replica
-from jaxembed.models import ARCHITECTURES, program
+from jaxembed.models import ARCHITECTURES, native, program
 from jaxembed.models.attention import by_native, by_xla
 
 BUCKET = Bucket(2, 16)
@@ -195,9 +195,10 @@ def test_packed_replicas_run_on_several_devices_and_at_once():
             np.testing.assert_array_equal(run.result()["dense"][0, :2], vectors)
 
 
-def test_a_program_says_whether_it_reads_images_which_replicas_do_not_align():
-    assert program(tiny_spec(**TOWERS["pages"])).reads_images
-    assert not program(tiny_spec()).reads_images
+@pytest.mark.usefixtures("native_kernels")
+@pytest.mark.parametrize(("tower", "alignment"), [("bert", native.TILE), ("pages", 1)])
+def test_texts_are_aligned_to_tiles_and_images_are_not(tower, alignment):
+    assert replica_with(tiny_spec(**TOWERS[tower]), native=True).alignment == alignment
 
 
 def test_only_the_outputs_asked_for_are_fetched_and_empty_slots_are_zero(replica):

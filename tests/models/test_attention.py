@@ -283,8 +283,8 @@ def test_padded_native_attention_is_that_of_xla(
     np.testing.assert_allclose(got[real], by_xla(*operands)[real], atol=2e-6)
 
 
-@pytest.mark.parametrize("width", [32, 48, 80])
-def test_native_kernels_of_float32_rotate_heads_of_sixteens(native_kernels, width):
+@pytest.mark.parametrize("width", [16, 32, 48, 80])
+def test_native_float32_attention_rotates_heads_of_any_multiple_of_16(native_kernels, width):
     draw = np.random.default_rng(0)
     segments = jnp.asarray([[1] * 20 + [2] * 23 + [0] * 5])
     joint = draw.standard_normal((1, 48, 3, 4, width), np.float32)

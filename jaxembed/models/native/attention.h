@@ -36,7 +36,7 @@ static void rotate(const Attention* t, const element* from, int64_t stride, int6
       store_half(to + half + k, v_fma(second, c, v_mul(first, s)));
     }
 #ifdef ELEMENTS_ARE_FLOAT32
-    for (; k < half; k++) {
+    for (; k < half; k++) {  // the last 8 features, if a width is an odd multiple of 16
       to[k] = from[k] * cos[k] - from[half + k] * sin[k];
       to[half + k] = from[half + k] * cos[k] + from[k] * sin[k];
     }

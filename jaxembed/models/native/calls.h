@@ -207,7 +207,7 @@ static int mlp_in_phases(XLA_FFI_CallFrame* frame, const Mlp* m, int64_t threads
   element* wide = malloc(m->blocks.rows * m->up.n * sizeof(element));
   if (!wide) return -1;
   Phases p = {.products = {m->out, m->up, m->down}};
-  p.products[1].y = wide, p.products[2].x = wide;
+  p.products[1].y = wide, p.products[2].x = wide;  // `up` writes what `down` reads
   atomic_int unfinished[PHASES][MOST_SHARED];
   int64_t end = 0;
   for (int phase = 0; phase < PHASES; phase++) {

@@ -29,7 +29,8 @@ static int mlp_item(const void* arguments, int64_t item, int64_t before) {
   float* sums = scratch(sums_of(&m->up, block) * sizeof(float) + of_inner + outer +
                         laid_bytes(&m->down, block) + bytes_of_rows(block));
   if (!sums) return -1;
-  element* inner = (element*)(sums + sums_of(&m->up, block));  // what is quantized
+  // the input of `down` before it is quantized
+  element* inner = (element*)(sums + sums_of(&m->up, block));
   char *memory = (char*)inner + of_inner, *of_last = memory + outer;
   clear_padding(&m->down, first, last, 0, dim);
   const Rows rows =

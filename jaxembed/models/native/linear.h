@@ -26,16 +26,17 @@ enum {
   MODES
 };
 
-// Rows in blocks, each with nearly as many that are no padding as the others.
+// Rows, divided into blocks with nearly equal numbers of live rows: a row is live unless it is
+// padding.
 typedef struct {
   int64_t rows;
-  const int32_t* segments;  // of each row; those of 0 are padding. NULL: none is padding
-  int64_t live;             // rows that are no padding
-  int64_t count;            // of blocks
-  int64_t most;             // live rows of a block at most, rounded up to whole panels
+  const int32_t* segments;  // of each row; rows of segment 0 are padding. NULL: all rows are live
+  int64_t live;             // the number of live rows
+  int64_t count;            // the number of blocks
+  int64_t most;  // the largest number of live rows of a block, rounded up to whole panels
 } Blocks;
 
-// The number of rows that are no padding.
+// The number of live rows.
 static int64_t live_of(int64_t rows, const int32_t* segments) {
   if (!segments) return rows;
   int64_t live = 0;
@@ -77,7 +78,7 @@ typedef struct {
   int64_t columns;       // columns of an item, a multiple of 32
   int64_t column_parts;  // number of items that share a block
   int x_is_float, y_is_float, y_in_tiles, mode;
-  int x_is_live, y_is_live;  // whether x or y has only those rows of a block that are no padding
+  int x_is_live, y_is_live;  // whether x or y holds only the live rows of a block
   float eps;
   Adapters adapters;
   atomic_int* unfinished;  // number of unfinished items of each block; the last computes the norm
@@ -168,7 +169,7 @@ static size_t laid_bytes(const Linear* l, int64_t block) {
   return parts(divide(l, block, NULL, &laid), 64) * 64;
 }
 
-// Where x has row `i` of `rows`.
+// The row of x that is number `i` of `rows`.
 static inline int64_t row_of_x(const Linear* l, Rows rows, int64_t i) {
   return l->x_is_live ? i : rows.at[i];
 }
