@@ -206,9 +206,12 @@ def device_folder() -> str:
 
 
 def cpu_name() -> str:
-    """The CPU's name without trademark signs, clock rate and the word processor: "Intel Xeon"."""
+    """The CPU's name without trademark signs, clock rate and the word processor. Clouds hide the
+    number in it; then family and model follow: "AMD EPYC family 26 model 2", which is Zen 5."""
     name = _cpuinfo("model name") or platform.processor() or platform.machine()
     name = re.sub(r"\((R|TM)\)|@.*|\b(CPU|Processor)\b", " ", name, flags=re.IGNORECASE)
+    if not re.search(r"\d", name) and (family := _cpuinfo("cpu family")):
+        name += f" family {family} model {_cpuinfo('model')}"
     return " ".join(name.split())
 
 
