@@ -42,7 +42,7 @@ from jaxembed.engine.transfer import (
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program, native
 from jaxembed.models.attention import Attend, ByKernel, by_xla, using
-from jaxembed.models.tokens import PackedTokens
+from jaxembed.models.tokens import PackedTokens, mark_ends
 
 Outputs = dict[OutputName, Any]
 """Outputs by name: an output per slot is float32 `[rows, slots, width]`, an output per token is
@@ -197,6 +197,8 @@ class Replica:
         variants = self._variants if dtype == self.dtype else [self.outputs]
         outputs = next(variant for variant in variants if set(wanted) <= set(variant))
         program = self._programs[bucket, dtype, outputs]
+        if self._program.of_ends:
+            mark_ends(planes, bucket.slots, set(wanted) <= self._program.of_ends)
         # the program itself copies its inputs to the device, in less time than jax.device_put
         inputs = (planes,) if used is None else (planes, used.order)
         with jax.transfer_guard_host_to_device("allow"), ExitStack() as locks:

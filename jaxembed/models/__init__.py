@@ -12,10 +12,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxembed.data.outputs import OUTPUTS, OutputName
-from jaxembed.data.spec import ImageRules, ModelSpec, Quantize
+from jaxembed.data.spec import ImageRules, ModelSpec, Pooled, Quantize
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models import adapters, native, static
-from jaxembed.models.heads import HEADS
+from jaxembed.models.heads import HEADS, READ_ENDS
 from jaxembed.models.parallel import Cut, divided
 from jaxembed.models.quantized import QuantizedWeight
 from jaxembed.models.tokens import WORD_BYTES, PackedTokens
@@ -144,6 +144,7 @@ class Program:
     quantize: Quantize | None = None  # what of the weights and activations is int8 on devices
     reads_images: bool = False  # whether the model takes images, alone or beside texts
     active_experts: int = 0  # routed experts that each token uses in a layer that has some
+    of_ends: frozenset[OutputName] = frozenset()  # that read the first or last token of a slot
 
     @property
     def products(self) -> list[tuple[int, ...]]:
@@ -219,8 +220,13 @@ def program(spec: ModelSpec, degree: int = 1, quantize: Quantize | None = None) 
     ) -> dict[OutputName, Array]:
         model = nnx.merge(graph, jax.tree.unflatten(structure, parameters))
         tokens = PackedTokens.unstack(planes, slots, expansion, image)
-        return model(tokens, outputs)
+        return model(tokens.with_read(planes) if of_ends else tokens, outputs)
 
+    of_ends = frozenset(
+        name
+        for name, head in spec.heads.items()
+        if isinstance(head, Pooled) and set(head.pooling) <= READ_ENDS
+    )
     # With adapters there is one more plane; with images, planes of the places and of the patches.
     plane_count = PackedTokens.PLANES + bool(spec.adapters)
     if image is not None:
@@ -237,6 +243,7 @@ def program(spec: ModelSpec, degree: int = 1, quantize: Quantize | None = None) 
         quantize,
         reads_images=image is not None,
         active_experts=spec.config.get("active_experts", 0),
+        of_ends=of_ends,
     )
 
 

@@ -30,6 +30,7 @@ from jaxembed.models.layers import (
     LayerNorm,
     Linear,
     Mlp,
+    after_attention,
     attend_hidden,
     stored_on_gpu,
 )
@@ -110,9 +111,10 @@ class Bert(nnx.Module):
             bias = self.distance(length)
         elif self.alibi_heads is not None:
             bias = parallel.own_part(alibi(self.alibi_heads, length), self.own_heads)
-        for place, number in enumerate(self.layer_order):
+        by_layer = tokens.by_layer(len(self.layer_order))
+        for place, (number, of_layer) in enumerate(zip(self.layer_order, by_layer, strict=True)):
             hidden = hidden if place == 0 else stored_on_gpu(hidden)
-            hidden = self.layers[number](hidden, tokens, rotation, bias)
+            hidden = self.layers[number](hidden, of_layer, rotation, bias)
         return hidden
 
 
@@ -218,6 +220,13 @@ class BertLayer(nnx.Module):
         """Return the layer's output. What follows the attention is computed by a single native call
         if this call supports the weights and shapes."""
         mixed = self.attention(hidden, tokens, rotation, bias)
+        with after_attention(tokens):
+            return self._finished(mixed, hidden, tokens)
+
+    def _finished(
+        self, mixed: Float[Array, "rows length inner"], hidden: Hidden, tokens: PackedTokens
+    ) -> Hidden:
+        """Return the layer's output from the result of attention and the layer's input."""
         mlp = self.mlp
         if isinstance(mlp, Mlp) and self._is_joined(mlp):
             linears = {

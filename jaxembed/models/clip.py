@@ -17,7 +17,14 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxembed.models.attention import AttentionMask
-from jaxembed.models.layers import Embedding, LayerNorm, Linear, Mlp, attend_hidden
+from jaxembed.models.layers import (
+    Embedding,
+    LayerNorm,
+    Linear,
+    Mlp,
+    after_attention,
+    attend_hidden,
+)
 from jaxembed.models.parallel import refuse, share
 from jaxembed.models.rope import Rotation
 from jaxembed.models.tokens import Hidden, PackedTokens
@@ -76,8 +83,8 @@ class Clip(nnx.Module):
     def __call__(self, tokens: PackedTokens) -> Hidden:
         hidden = self.embeddings(tokens)
         rotation = None if self.span is None else self._rotation(tokens, self.span)
-        for layer in self.layers:
-            hidden = layer(hidden, tokens, rotation)
+        for layer, of_layer in zip(self.layers, tokens.by_layer(len(self.layers)), strict=True):
+            hidden = layer(hidden, of_layer, rotation)
         return self.norm(hidden)
 
     def _rotation(self, tokens: PackedTokens, span: int) -> Rotation:
@@ -197,8 +204,9 @@ class ClipLayer(nnx.Module):
             rotation=rotation,
             key_segments=tokens.key_segments,
         )
-        hidden = hidden + self.out(mixed)
-        return hidden + self.down(self.up.apply_rounded(self.mlp_norm(hidden), self.activation))
+        with after_attention(tokens):
+            hidden = hidden + self.out(mixed)
+            return hidden + self.down(self.up.apply_rounded(self.mlp_norm(hidden), self.activation))
 
 
 class EvaLayer(nnx.Module):
@@ -226,9 +234,10 @@ class EvaLayer(nnx.Module):
             rotation=rotation,
             key_segments=tokens.key_segments,
         )
-        hidden = hidden + self.out(self.mixed_norm(mixed.astype(jnp.float32)))
-        wide = self.mlp.wide(self.mlp_norm(hidden)).astype(jnp.float32)
-        return hidden + self.mlp.down(self.wide_norm(wide))
+        with after_attention(tokens):
+            hidden = hidden + self.out(self.mixed_norm(mixed.astype(jnp.float32)))
+            wide = self.mlp.wide(self.mlp_norm(hidden)).astype(jnp.float32)
+            return hidden + self.mlp.down(self.wide_norm(wide))
 
 
 def _norm(config: ClipConfig) -> LayerNorm:

@@ -66,8 +66,8 @@ class Deberta(nnx.Module):
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
         embedded = hidden = self.embeddings(tokens)
-        for number, layer in enumerate(self.layers):
-            hidden = layer(hidden, tokens)
+        for number, of_layer in enumerate(tokens.by_layer(len(self.layers))):
+            hidden = self.layers[number](hidden, of_layer)
             if number == 0 and self.convolution is not None:
                 hidden = self.convolution(embedded, hidden, tokens.segments)
         return hidden

@@ -99,6 +99,7 @@ POOLINGS: dict[str, Callable[[Hidden, PackedTokens], SlotVectors]] = {
     "weightedmean": weighted_mean_pool,
     "lasttoken": last_pool,
 }
+READ_ENDS = {"cls", "lasttoken"}  # the poolings that read one token: the first or last of a slot
 
 
 def _gather(hidden: Hidden, tokens: PackedTokens, index: Int[Array, "rows slots"]) -> SlotVectors:

@@ -6,6 +6,7 @@ come from a checkpoint. The weight of a Linear is the parameter `kernel`, as che
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -390,6 +391,11 @@ def attend_hidden(
     return mixed.reshape(rows, length, inner)
 
 
+def after_attention(tokens: PackedTokens) -> AbstractContextManager[None]:
+    """In the block, native calls also skip tokens whose last hidden state is not needed."""
+    return nullcontext() if tokens.read is None else native.skipping_padding(tokens.read)
+
+
 class SelfAttention(nnx.Module):
     """Self-attention with its output layer. All heads together have `inner` dimensions."""
 
@@ -425,7 +431,8 @@ class SelfAttention(nnx.Module):
             rotation,
             tokens.key_segments,
         )
-        return self.out(mixed)
+        with after_attention(tokens):
+            return self.out(mixed)
 
 
 class PreNormLayer(nnx.Module):
@@ -451,7 +458,8 @@ class PreNormLayer(nnx.Module):
     ) -> Hidden:
         normal = hidden if self.attention_norm is None else self.attention_norm(hidden)
         hidden = hidden + self.attention(normal, tokens, bias, rotation)
-        return hidden + self.mlp(self.mlp_norm(hidden))
+        with after_attention(tokens):
+            return hidden + self.mlp(self.mlp_norm(hidden))
 
 
 class WordEmbeddings(nnx.Module):

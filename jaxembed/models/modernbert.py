@@ -64,9 +64,9 @@ class ModernBert(nnx.Module):
         """Return the last hidden states. `hidden` are the embeddings of the tokens."""
         global_rotation = Rotation.of(tokens, self.head_width, self.global_theta)
         local_rotation = Rotation.of(tokens, self.head_width, self.local_theta)
-        for number, layer in enumerate(self.layers):
+        for number, of_layer in enumerate(tokens.by_layer(len(self.layers))):
             rotation = global_rotation if number in self.global_layers else local_rotation
-            hidden = layer(hidden, tokens, rotation=rotation)
+            hidden = self.layers[number](hidden, of_layer, rotation=rotation)
         return self.norm(hidden)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxembed.models.attention import AttentionMask, attend
-from jaxembed.models.layers import Linear, Mlp, RMSNorm, WordEmbeddings
+from jaxembed.models.layers import Linear, Mlp, RMSNorm, WordEmbeddings, after_attention
 from jaxembed.models.parallel import share
 from jaxembed.models.rope import Rotation, read_scaling
 from jaxembed.models.tokens import Hidden, PackedTokens
@@ -85,8 +85,10 @@ class Qwen3(nnx.Module):
         """Return the last hidden states. `hidden` are the embeddings of the tokens. The items of
         `later` are added after the first layers, one after each."""
         global_rotations, local_rotations = self.positions(tokens)
-        for layer, added in zip_longest(self.layers, later[: len(self.layers)]):
-            hidden = layer(hidden, tokens, local_rotations if layer.is_local else global_rotations)
+        by_layer = tokens.by_layer(len(self.layers))
+        for layer, of_layer, added in zip_longest(self.layers, by_layer, later[: len(by_layer)]):
+            rotations = local_rotations if layer.is_local else global_rotations
+            hidden = layer(hidden, of_layer, rotations)
             hidden = hidden if added is None else hidden + added
         return self.norm(hidden)
 
@@ -164,7 +166,8 @@ class Qwen3Layer(nnx.Module):
         hidden = hidden + (
             mixed if self.attention_out_norm is None else self.attention_out_norm(mixed)
         )
-        out = self.mlp(self.mlp_norm(hidden))
+        with after_attention(tokens):
+            out = self.mlp(self.mlp_norm(hidden))
         return hidden + (out if self.mlp_out_norm is None else self.mlp_out_norm(out))
 
 
@@ -210,7 +213,8 @@ class Qwen3Attention(nnx.Module):
             self.attention_mask,
             key_segments=tokens.key_segments,
         )
-        return self.out(mixed.reshape(rows, length, -1))
+        with after_attention(tokens):
+            return self.out(mixed.reshape(rows, length, -1))
 
 
 def _norm(config: Qwen3Config) -> RMSNorm:

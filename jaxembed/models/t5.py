@@ -54,8 +54,8 @@ class T5(nnx.Module):
     def __call__(self, tokens: PackedTokens) -> Hidden:
         bias = self.distance(tokens.ids.shape[1])
         hidden = self.embeddings(tokens)
-        for layer in self.layers:
-            hidden = layer(hidden, tokens, bias)
+        for layer, of_layer in zip(self.layers, tokens.by_layer(len(self.layers)), strict=True):
+            hidden = layer(hidden, of_layer, bias)
         return self.norm(hidden)
 
 

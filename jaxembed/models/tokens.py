@@ -1,10 +1,11 @@
 """The input of every backbone: sequences packed into rows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
@@ -33,7 +34,8 @@ class PackedTokens:
     token's adapter, or 0 for no adapter. `key_segments` equals `segments`, except for tokens that
     are hidden as keys: no token attends to them. `pixels` holds the patches of each token of an
     image, and zeros for other tokens. `places` tells where each token lies in its image, by numbers
-    whose meaning depends on the model.
+    whose meaning depends on the model. `read` equals `segments`, but is 0 for tokens whose last
+    hidden state is not needed.
     """
 
     ids: Int[Array, "rows length"]
@@ -45,6 +47,7 @@ class PackedTokens:
     key_segments: Segments | None = None
     pixels: UInt8[Array, "rows length values"] | None = None
     places: Int[Array, "rows length numbers"] | None = None
+    read: Segments | None = None
 
     PLANES = 5  # the number of planes that every model has: see `unstack`
 
@@ -59,7 +62,8 @@ class PackedTokens:
         """Make the fields from planes: one array, so that a batch is moved to the device at once.
 
         The first five planes are ids, positions, segments, types and bounds. A row of the bounds
-        plane holds the first index of each of the row's `slots` slots, then the end of each slot.
+        plane holds the first index of each of the row's `slots` slots, then the end of each slot,
+        and at its end the mark of `mark_ends`.
         With an `expansion` the segments of augmentation tokens are negative; if the expansion is
         not attended, these tokens are hidden as keys. With an `image` the next
         `image.place_numbers` planes are the places, and the planes after them hold the bytes of the
@@ -83,3 +87,30 @@ class PackedTokens:
             pixels = patches.reshape(*patches.shape[:2], -1)
         adapters = planes[last] if len(planes) > last else None
         return cls(ids, positions, segments, types, bounds, adapters, key_segments, pixels, places)
+
+    def with_read(self, planes: Int[Array, "planes rows length"]) -> "PackedTokens":
+        """Set `read` for rows of `planes` that `mark_ends` has marked: the last hidden states of
+        the first and the last token of each slot are needed."""
+        if not has_mark(self.bounds.shape[1], planes.shape[2]):
+            return self
+        index = jnp.arange(planes.shape[2])[None, None]
+        first, end = self.bounds[:, :, :1], self.bounds[:, :, 1:]
+        is_end = jnp.any(((index == first) | (index == end - 1)) & (end > 0), axis=1)
+        is_marked = planes[self.PLANES - 1, :, -1:] == 1
+        return replace(self, read=jnp.where(is_marked & ~is_end, 0, self.segments))
+
+    def by_layer(self, count: int) -> "list[PackedTokens]":
+        """Return the tokens as each of `count` layers takes them: only the last has `read`."""
+        return [*[replace(self, read=None)] * (count - 1), self]
+
+
+def has_mark(slots: int, length: int) -> bool:
+    """Whether `mark_ends` can mark rows of `length` tokens with `slots` slots."""
+    return 2 * slots < length
+
+
+def mark_ends(planes: Int[np.ndarray, "planes rows length"], slots: int, mark: bool) -> None:
+    """Mark the rows of a batch, or remove the marks, if there is room for a mark: of marked rows
+    only outputs are used that read the first or the last token of a slot."""
+    if has_mark(slots, planes.shape[2]):
+        planes[PackedTokens.PLANES - 1, :, -1] = mark

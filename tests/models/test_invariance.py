@@ -219,6 +219,25 @@ def test_with_the_native_kernels_all_rows_starts_and_neighbours_give_the_same_bi
         assert_same(got_pooled, pooled)
 
 
+@pytest.mark.usefixtures("native_kernels")
+@pytest.mark.parametrize("pooling", [("cls",), ("lasttoken",), ("cls", "mean")], ids=" ".join)
+@pytest.mark.parametrize("tower", each(NATIVE, "bert"))
+def test_the_last_layer_computes_only_what_pooling_reads_and_gives_the_same_bits(tower, pooling):
+    bucket = BUCKETS[0]
+    model = {"pooling": pooling, **WIDER_TOWERS[tower]}
+    replica = replica_of("bfloat16", [bucket], native=True, **model)
+    batch = placed(bucket, [([7, 8, 9, 10, 11], 2, 1, 0, 0), ([9, 8, 7], 0, 1, 1, 16)])
+    planes = pack(batch, replica.planes)
+    both = replica.run(bucket, planes, ("dense", "tokens"))
+    alone = replica.run(bucket, planes, ("dense",))["dense"]
+    np.testing.assert_array_equal(alone[1, :2], both["dense"][1, :2])
+    # the program also returns what the last layer did not compute
+    computed = replica.compiled(bucket)(replica._parameters, planes)["tokens"]
+    is_same = (np.asarray(computed)[1] == both["tokens"][1]).all(axis=1)
+    same = [at for at in (0, 1, 2, 3, 4, 16, 17, 18) if is_same[at]]  # pooled are those from 2 on
+    assert same == ([0, 1, 2, 3, 4, 16, 17, 18] if "mean" in pooling else [2, 4, 16, 18])
+
+
 @pytest.mark.parametrize("bucket", BUCKETS, ids=str)
 def test_every_row_slot_and_start_gives_the_same_vector(float32, bucket):
     """All places of a short text, one after another, between huge neighbours."""

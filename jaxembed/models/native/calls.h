@@ -55,9 +55,10 @@ static void bind_weight(const Bound* bound, const char* kernel, const char* scal
 
 enum { MLP_BLOCK = 128 };  // rows
 
-// The number of threads for a product of so many multiplications: few are not worth sharing.
-static int64_t threads_for(XLA_FFI_CallFrame* frame, double multiplications) {
-  return multiplications > 2e6 ? share_of_threads(frame) : 1;
+// The number of threads for products of so many rows with weights of so many elements: few are not
+// worth sharing. To read the weights takes as long as to multiply them with eight rows.
+static int64_t threads_for(XLA_FFI_CallFrame* frame, int64_t rows, int64_t weights) {
+  return (double)max64(rows, 8) * weights > 2e6 ? share_of_threads(frame) : 1;
 }
 
 // A linear layer; with mode NORM, the layer norm of its sum with a residual; with a gated mode, the
@@ -90,7 +91,7 @@ XLA_FFI_Error* jaxembed_linear(XLA_FFI_CallFrame* frame) {
     l.scale = data_of(&bound, "scale");
     l.shift = data_of(&bound, "shift");
   }
-  const int64_t threads = threads_for(frame, (double)l.rows * l.k * l.n);
+  const int64_t threads = threads_for(frame, live_of(l.rows, l.segments), l.k * l.n);
   atomic_int unfinished[MOST_SHARED];
   const int64_t items = divide_into_items(&l, threads, unfinished);
   if (on_threads(frame, linear_item, &l, sizeof l, items, threads))
@@ -191,7 +192,7 @@ XLA_FFI_Error* jaxembed_self_attention(XLA_FFI_CallFrame* frame) {
   s.rows_per_item = max64(1, 128 / length);
   const int64_t row_parts = parts(rows, s.rows_per_item);
   const int64_t tokens = s.rows_per_item * length;
-  const int64_t threads = threads_for(frame, 3.0 * rows * length * dim * dim);
+  const int64_t threads = threads_for(frame, rows * length, 3 * dim * dim);
   int64_t head_parts = parts(tokens * 3 * dim * (int64_t)sizeof(element), 640 * 1024);
   if (row_parts * head_parts < threads) head_parts = parts(threads, row_parts);
   s.attention.heads_per_item =
@@ -267,7 +268,7 @@ XLA_FFI_Error* jaxembed_mlp(XLA_FFI_CallFrame* frame) {
   m.down.adapters = adapters_of(&bound, "down_adapter_down", "down_adapter_up",
                                 "down_adapter_owners", DOWN_NARROW);
   const int64_t live = live_of(rows, segments);
-  const int64_t threads = threads_for(frame, (double)live * dim * inner);
+  const int64_t threads = threads_for(frame, live, dim * inner);
   int64_t block = MLP_BLOCK;
   while (block > PANEL && parts(live, block) < threads) block /= 2;
   m.blocks = even_blocks(rows, segments, block, threads);
