@@ -152,7 +152,10 @@ LARGE = {"type": "image_url", "image_url": {"url": "A" * 300_000}}
         ({"inputs": [{"content": [text_part("a"), IMAGE]}]}, "takes texts and no images"),
         ({"inputs": [{"content": [text_part("a")]}, {"content": [IMAGE]}]}, "takes texts and no"),
         ({"inputs": [{"content": [text_part("a")]}, {"content": [LARGE]}]}, "takes texts and no"),
-        ({"inputs": [{"content": [{"type": "video"}]}]}, "at `$.inputs[0].content[0].type`"),
+        (
+            {"inputs": [{"content": [{"type": "video"}]}]},
+            "content[0].type`; wanted one of 'text', 'image_url'",
+        ),
         ({"images": ["data:image/png;base64,AA"]}, "send one of them"),
         ({"input_type": "image"}, "`input_type` of 'image' is unknown"),
         ({"embedding_types": ["int4"]}, "wanted one of 'float', 'int8'"),

@@ -44,6 +44,7 @@ _STEPS = np.array([(byte in b"[{") - (byte in b"]}") for byte in range(256)], np
 _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 # The errors of `_shown_at` if there is no value at the path.
 _UNREADABLE = (*_UNDECODABLE, IndexError)
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")  # of the path of a value: a key or an index
 # Group 1 is the first byte of a value. The pattern matches any text.
 _OPENER = re.compile(rb"[ \t\r\n]*+(.?)", re.DOTALL)
 
@@ -271,14 +272,14 @@ def _decode_slice(
 
     The other arguments are for messages. `place` is the path of the value or of the whole list in
     the body, and `first` is the index of the slice's first item in the list. `named` is the Struct
-    that `kind` stands for: if one of its fields has a value that is not allowed, the message lists
-    the allowed values. Raises BadJson and BadField.
+    that `kind` stands for, if it is another one. If a value is not allowed, the message lists those
+    that are. Raises BadJson and BadField.
     """
     try:
         with _collector_paused():
             return msgspec.json.decode(data, type=kind)
     except _UNDECODABLE as error:
-        raise _refusal(error, data, place, first, named) from error
+        raise _refusal(error, data, place, first, named or kind) from error
 
 
 @contextmanager
@@ -299,12 +300,12 @@ def _refusal(
     data: bytes | bytearray | memoryview | msgspec.Raw,
     place: str,
     first: int,
-    named: type | None,
+    kind: Any,
 ) -> BadJson | BadField:
     """Convert an error of msgspec, raised while it decoded `data`, to an error for clients.
 
     The message has the path from the top of the body, and quotes a number that is out of range.
-    `_decode_slice` describes the other arguments.
+    `kind` is the type of `data`; `_decode_slice` describes the other arguments.
     """
     message, path = str(error), ""
     if isinstance(error, UnicodeDecodeError):
@@ -324,16 +325,15 @@ def _refusal(
     if message.startswith(("Expected `int` <=", "Expected `int` >=")):
         with suppress(*_UNREADABLE):
             message += f", got {_shown_at(path, data)}"
+    # msgspec's errors for a value that is not listed, and for a value of another type
+    may_list_values = message.startswith(("Invalid enum value", "Expected"))
+    allowed_values = _literals_at(kind, path) if may_list_values else []
     if first:  # msgspec counts from the start of the slice
         path = re.sub(r"^\[(\d+)\]", lambda index: f"[{first + int(index[1])}]", path)
     place += path
     if place == "$":
         return BadField(message)
     field = _field(place)
-    # msgspec's errors for a value that is not listed, and for a value of another type
-    may_list_values = message.startswith(("Invalid enum value", "Expected"))
-    hints = get_type_hints(named) if named and may_list_values else {}
-    allowed_values = _literals(hints.get(field.partition("[")[0]))
     allowed = f"; wanted one of {', '.join(map(repr, allowed_values))}" if allowed_values else ""
     return BadField(f"{message} - at `{place}`{allowed}", field=field)
 
@@ -345,7 +345,7 @@ def _shown_at(path: str, data: bytes | bytearray | memoryview | msgspec.Raw) -> 
     Only the lists and objects on the path are decoded. Raises one of _UNREADABLE if there is no
     value at the path: `data` is not valid JSON, or has the same key twice.
     """
-    for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+    for key, index in _STEP.findall(path):
         if key:
             holder = msgspec.defstruct("One", [(key, msgspec.Raw)])
             data = getattr(msgspec.json.decode(data, type=holder), key)
@@ -357,6 +357,19 @@ def _shown_at(path: str, data: bytes | bytearray | memoryview | msgspec.Raw) -> 
 
 def _field(place: str) -> str:
     return place.removeprefix("$").removeprefix(".")
+
+
+def _literals_at(kind: Any, path: str) -> list[str]:
+    """Return all strings that are literal values at a path in values of the type `kind`."""
+    hints = [kind]
+    for key, _ in _STEP.findall(path):
+        members = [member for hint in hints for member in _members(hint)]
+        if key:
+            structs = [one for one in members if _forms(one).struct]
+            hints = [get_type_hints(one).get(key) for one in structs]
+        else:
+            hints = [item for one in members if get_origin(one) is list for item in get_args(one)]
+    return [name for hint in hints for name in _literals(hint)]
 
 
 def _literals(hint: Any) -> list[str]:
