@@ -222,7 +222,7 @@ def program(spec: ModelSpec, degree: int = 1, quantize: Quantize | None = None) 
         tokens = PackedTokens.unstack(planes, slots, expansion, image)
         return model(tokens.with_read(planes) if of_ends else tokens, outputs)
 
-    of_ends = frozenset(
+    of_ends: frozenset[OutputName] = frozenset(
         name
         for name, head in spec.heads.items()
         if isinstance(head, Pooled) and set(head.pooling) <= READ_ENDS
