@@ -83,7 +83,7 @@ class Embedder:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | Path | None = None,
         *,
         revision: str | None = None,
         offline: bool = False,
@@ -92,7 +92,7 @@ class Embedder:
         cutoff_layer: int | None = None,
         adapters: Mapping[str, str | Path] | None = None,
         pooling: PoolingChoice | None = None,
-        cache_dir: Path | None = None,
+        cache_dir: str | Path | None = None,
         config: EngineConfig | None = None,
         text: TextConfig | None = None,
         capacity: Capacity | None = None,
@@ -104,11 +104,11 @@ class Embedder:
         """Load the model. ModelSource describes the arguments up to `cache_dir`, and LoadedModel
         the others."""
         source = ModelSource(
-            model,
+            None if model is None else str(model),
             revision=revision,
             offline=offline,
             token=token,
-            cache_dir=cache_dir or default_cache_dir(),
+            cache_dir=Path(cache_dir or default_cache_dir()),
             dense_path=dense_path,
             cutoff_layer=cutoff_layer,
             adapters={} if adapters is None else adapters,

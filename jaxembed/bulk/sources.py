@@ -297,6 +297,8 @@ def _files(name: str, suffixes: Sequence[str]) -> list[InputFile]:
             if not file.is_dir() and _is_data(str(file.relative_to(path)), suffixes)
         ]
         files = [_local(file, suffixes) for file in sorted(data)]
+    elif not path.exists() and name.endswith("/"):
+        raise ConfigError(f"cannot read {name}: there is no such folder")
     elif not path.exists() and WILD.intersection(name):
         matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
         data = [file for file in matches if not file.is_dir() and _is_data(file.name, suffixes)]

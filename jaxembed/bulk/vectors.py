@@ -112,8 +112,8 @@ def measure_ranges(
     The result has a StoredRanges for whole vectors, and one for each of the `dimensions`, to which
     vectors are truncated. Then vectors are normalized. `options` are prompt_name and adapter of
     EncodeOptions. `on_progress` is called after each chunk with its number of texts. Raises
-    ConfigError for fewer than FEWEST_TEXTS texts, InvalidInput for wrong dimensions, and the errors
-    of `texts` and of `Embedder.encode`.
+    ConfigError for fewer than FEWEST_TEXTS texts or texts that are all alike, InvalidInput for
+    wrong dimensions, and the errors of `texts` and of `Embedder.encode`.
     """
     variants = [EncodeOptions(**options, dimensions=width) for width in (None, *dimensions)]
     for variant in variants:
@@ -135,6 +135,8 @@ def measure_ranges(
         raise ConfigError(
             f"ranges need at least {FEWEST_TEXTS} texts, better {ENOUGH_TEXTS}; got {count}"
         )
+    if any(np.allclose(*ends, rtol=0, atol=1e-5) for ends in zip(low, high, strict=True)):
+        raise ConfigError("all texts have the same vector; ranges need texts that differ")
     content_hash = embedder.model.routes[kinds[0].route].spec.content_hash
     return [
         StoredRanges(kind, content_hash, count, lowest.tolist(), highest.tolist())

@@ -97,7 +97,7 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         more = f" and {len(labels) - MAX_LABELS} more" if len(labels) > MAX_LABELS else ""
         rows.append(("labels", ", ".join(labels[:MAX_LABELS]) + more))
         rows.append(("scores", facts["score_function"]))
-        if facts["template"]:
+        if facts["template"] and facts["template"]["instruction"]:
             rows.append(("instruction", repr(facts["template"]["instruction"])))
     rows.append(("adapters", ", ".join(facts["adapters"])))
     return [(title, value) for title, value in rows if value]

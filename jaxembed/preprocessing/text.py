@@ -637,9 +637,7 @@ class TextProcessor:
         if is_cut and tokenization.side == "left" and self._spec.chat is not None:
             raise InvalidInput(
                 f"the input has more than {self.limit} tokens, and a text in the chat template of "
-                "this model is truncated only at its end; shorten it, or set "
-                "`truncation_direction` to the right",
-                field="truncation_direction",
+                "this model is truncated only at its end: shorten it, or truncate on the right"
             )
         ids = self._within(np.array(encoding.ids, np.int32), self.limit, tokenization.side)
         ids = self.checked_text_ids(ids)

@@ -220,6 +220,7 @@ class Tasks:
         self._check_outputs(options, requested.dimensions_field)
         if with_images:
             self.check_images()
+            self._check_dtypes_of_images(options.output_dtype, requested)
             given = {"route": options.route}
             # a model of both in any role takes its prompts for the texts beside images
             if self._spec.image is None or self._spec.reads_pages:
@@ -270,6 +271,20 @@ class Tasks:
             requested.dtype,
             types,
         )
+
+    def _check_dtypes_of_images(self, dtype: EmbeddingDtype, requested: RequestedOptions) -> None:
+        """Raise InvalidInput for a dtype whose calibration ranges are measured on texts: most
+        values of images lie outside."""
+        if "dense" not in self._spec.heads or self._spec.dense.range is not None:
+            return
+        asked = {"output_dtype": (dtype,), requested.types_field: requested.types}
+        for field, dtypes in asked.items():
+            for name in set(dtypes).intersection(NEEDS_RANGES):
+                raise InvalidInput(
+                    f"`{field}` of {name} is for texts: its calibration ranges are those of texts; "
+                    "vectors of images support float, float16, binary and ubinary",
+                    field=field,
+                )
 
     def _with_words(self, requested: RequestedOptions) -> tuple[EncodeOptions, str, bool]:
         """Return the options with the prompt that their instruction gives; the name of the field

@@ -133,6 +133,11 @@ def test_fewer_than_two_texts_have_no_ranges(embedder):
             measure_ranges(embedder, iter(texts))
 
 
+def test_texts_that_are_alike_have_no_ranges(embedder):
+    with pytest.raises(ConfigError, match="ranges need texts that differ"):
+        measure_ranges(embedder, iter(["the cat"] * 100))
+
+
 def test_impossible_dimensions_are_refused_before_any_text_is_read(embedder):
     with pytest.raises(InvalidInput, match="from 1 to 32"):
         measure_ranges(embedder, iter(lambda: pytest.fail("read"), None), [33])

@@ -93,7 +93,20 @@ def test_a_value_of_sixteen_bits_that_is_transparent_is_put_on_white():
     np.testing.assert_array_equal(got[:, :, 0], [[255, 4, 8, 255]])
 
 
-@pytest.mark.parametrize("form", ["GIF", "WEBP", "TIFF", "PNG"])
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+def test_damaged_exif_leaves_an_image_as_it_is(form):
+    damaged, whole = (decode_image(saved(plain(), form, exif=exif)) for exif in (b"II*\0", b""))
+    np.testing.assert_array_equal(np.asarray(damaged), np.asarray(whole))
+
+
+def test_a_jpeg_with_further_images_in_its_file_is_a_jpeg():
+    data = saved(plain(), "MPO", save_all=True, append_images=[plain()])
+    assert Image.open(BytesIO(data)).format == "MPO"
+    assert image_facts(data).format == "jpeg"
+    assert image_size(data)[:2] == plain().size[::-1]
+
+
+@pytest.mark.parametrize("form", ["GIF", "WEBP", "TIFF", "PNG", "MPO"])
 def test_of_several_frames_the_first_is_taken(form):
     frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
     data = saved(frames[0], form, save_all=True, append_images=frames[1:])

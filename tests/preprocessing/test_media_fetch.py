@@ -285,7 +285,7 @@ REFUSED_URLS = {
     "user name or password": ["http://a.test:80@127.0.0.1:{port}/"],
     "backslash": ["http://a.test\\@127.0.0.1:{port}/"],
     "control character": ["http://a.test:{port}/ HTTP/1.1\r\nX: y"],
-    "its port is not": ["http://b.test:{port}/", "http://a.test/"],
+    "its port is not allowed": ["http://b.test:{port}/", "http://a.test/"],
     "expected http:// or https://": ["file:///etc/passwd", "gopher://a.test:{port}/_GET"],
 }
 
@@ -435,7 +435,7 @@ async def test_so_many_redirects_are_followed_and_no_more():
         ("http://b.test:PORT/", "its host is not one of those"),
         ("http://c.test:PORT/", "not all addresses"),
         ("///127.0.0.1:PORT/", "malformed|more than 3 redirects"),
-        ("http://a.test:22/", "its port is not"),
+        ("http://a.test:22/", "its port is not allowed"),
         ("/\\127.0.0.1:PORT/", "backslash"),
         ("/ä\tb", "control character"),
         ("file:///etc/passwd", "expected http:// or https://"),

@@ -247,9 +247,13 @@ def test_allowed_hosts(host, text):
         (["*.a.test"], "http://ba.test/", "its host is not one"),
         (["8.8.8.8"], "http://[::ffff:8.8.8.8]/", "its host is not one"),
         (["a.test"], "http://\u0430.test/", "its host is not one"),  # a Cyrillic letter
-        (["a.test"], "http://a.test:8080/", "its port is not 80 or 443, nor one that --allow-m"),
-        (["a.test:8443"], "https://a.test/", "its port is not"),
-        (["a.test:8443", "b.test"], "https://b.test:8443/", "its port is not"),
+        (
+            ["a.test"],
+            "http://a.test:8080/",
+            "its port is not allowed: --allow-media-urls allows, for each host, ports 80 and 443",
+        ),
+        (["a.test:8443"], "https://a.test/", "its port is not allowed"),
+        (["a.test:8443", "b.test"], "https://b.test:8443/", "its port is not allowed"),
     ],
 )
 def test_hosts_and_ports_that_are_not_allowed(hosts, text, rule):

@@ -235,6 +235,8 @@ def test_an_image_comes_as_a_file_bytes_an_array_or_one_of_pillow(dual, tmp_path
         dual("clip").encode(images=[colours / 255])
     with pytest.raises(InvalidImage, match="an image is a int"):
         dual("clip").encode(images=[7])
+    with pytest.raises(InvalidImage, match=r"'https://a\.test/b\.png' is a URL; expected a path"):
+        dual("clip").encode(images=["https://a.test/b.png"])
     with pytest.raises(InvalidImage, match=r"begins with b'no'.*expected a JPEG") as caught:
         dual("clip").encode(["w1", path, Image(b"no")])
     assert caught.value.index == 2

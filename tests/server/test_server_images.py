@@ -128,6 +128,16 @@ def test_messages_of_vllm(clip, vectors, content):
         (message([{"type": "text", "text": "w1"}, IMAGE]), "`messages[0].content`: "),
         (message([{"type": "video_url"}]), "video_url"),
         (message([IMAGE | {"text": "w1"}]), "has `image_url` and `text`; send two parts"),
+        (message([{"type": "text", "text": "w1", "image": BARE[0]}]), "unknown field `image`"),
+        ({"messages": [{"role": "user", "content": "w1", "images": BARE}]}, "field `images`"),
+        (message([{"type": "text", "text": "a"}] * 2049), "at most 2048 parts"),
+        (message("w1") | {"modality": "image"}, "`modality` of image is for `input`"),
+        ({"input": [[1, 2]], "modality": "image"}, "token ids - at `$.input[0]`"),
+        ({"input": [1, 2], "modality": "image"}, "got token ids - at `$.input`"),
+        ({"input": ["w1"], "image": BARE[0]}, "the field of its inputs"),
+        ({"input": ["w1"], "images": BARE}, "the field of its inputs"),
+        ({"input": BARE, "modality": "image"}, "data:image/png;base64, and then"),
+        ({"input": [{"image": BARE[0]}], "output_dtype": "int8"}, "`output_dtype` of int8 is for"),
         ({"input": ["w1", {"image": URIS[0], "text": "w1"}]}, "`input[1]`: "),
         ({"input": [{"image": URIS[0], "text": ""}]}, "and neither empty"),
         ({"input": [{"image": ""}]}, "cannot be empty"),
@@ -361,6 +371,13 @@ def test_an_image_that_comes_as_a_text_is_refused(colpali, clip):
         answer = post(model, {"input": ["w1", URIS[0]]} | more, status=400)
         assert "is a data URI of an image; send it as an image" in str(answer)
         assert answer["error"]["param"] == "input[1]"
+
+
+@pytest.mark.parametrize("field", ["images", "image_url", "image_base64"])
+def test_an_image_in_a_field_of_other_apis_is_not_left_out_of_a_document(colpali, field):
+    body = {"query": "w1", "documents": [{"text": "w1", field: URIS[:1]}]}
+    refused = post(colpali, body, "/v1/rerank", 400)
+    assert f"in `content`, not {field} - at `$.documents[0]`" in str(refused)
 
 
 def test_similarity_takes_no_text_for_a_page(colpali):

@@ -58,6 +58,15 @@ def test_similarity_answers_a_cosine_for_each_sentence():
     assert response.headers["x-compute-characters"] == "3"
 
 
+@pytest.mark.parametrize(
+    ("sentences", "place"), [(["", "b"], "source_sentence"), (["a", "b", ""], "sentences[1]")]
+)
+def test_similarity_names_the_sentence_that_is_empty(sentences, place):
+    inputs = {"source_sentence": sentences[0], "sentences": sentences[1:]}
+    _, body = ask({"inputs": inputs}, path="/similarity", status=400)
+    assert f"`inputs.{place}` cannot be empty" in body["error"]
+
+
 def test_tokenize_answers_pieces_with_all_their_keys():
     response, body = ask({"inputs": "hé"}, path="/tokenize")
     first = {"id": 1, "text": "[CLS]", "special": True, "start": None, "stop": None}
@@ -92,7 +101,7 @@ def compared(source: str, *sentences: str) -> dict:
         ("/tokenize", {"inputs": []}, EMPTY),
         ("/tokenize", {"inputs": ["a", ""]}, INVALID + EMPTY),
         ("/similarity", compared("a"), "`inputs.sentences` cannot be empty"),
-        ("/similarity", compared("", "a"), INVALID + EMPTY),
+        ("/similarity", compared("", "a"), INVALID + "`inputs.source_sentence` cannot be empty"),
         ("/decode", {"ids": []}, INVALID + "`ids` cannot be empty"),
         ("/rerank", {"query": "q", "texts": []}, "`texts` cannot be empty"),
         ("/rerank", {"query": "", "texts": ["a"]}, INVALID + "`query` cannot be empty"),

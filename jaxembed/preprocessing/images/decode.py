@@ -111,7 +111,7 @@ def image_facts(data: bytes) -> ImageFacts:
         return ImageFacts(
             image.width,
             image.height,
-            format=image.format.lower(),
+            format=_format(image).lower(),
             bit_depth=bits_of_mode.get(image.mode, 8 * len(image.getbands())),
         )
 
@@ -122,7 +122,13 @@ def image_size(data: bytes) -> tuple[int, int, int]:
     not an image, is damaged or exceeds a limit, and ConfigError if Pillow is not installed."""
     with _opened(data, MAX_PIXELS) as image:
         pixels = max(image.height * image.width, tile_pixels(data))
-        return image.height, image.width, pixels * BYTES_A_PIXEL[image.format]
+        return image.height, image.width, pixels * BYTES_A_PIXEL[_format(image)]
+
+
+def _format(image: Picture) -> str:
+    """Return the format of an opened file, one of FORMATS. A JPEG with further images in its file,
+    which Pillow calls an MPO, is a JPEG."""
+    return "JPEG" if image.format == "MPO" else str(image.format)
 
 
 def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Picture:
@@ -162,6 +168,8 @@ def read_image(source: Any) -> ImageInput:
         return source
     if isinstance(source, bytes | bytearray | memoryview):
         return ImageInput(bytes(source))
+    if isinstance(source, str) and "://" in source:
+        raise InvalidImage(f"{source!r:.80} is a URL; expected {ACCEPTED}")
     if isinstance(source, str | PathLike):
         return ImageInput(Path(source).read_bytes())
     if isinstance(source, np.ndarray):
@@ -187,7 +195,8 @@ def _in_rgb(image: Picture) -> Picture:
             f"the image has values of 32 bits (mode {image.mode}), whose range is not known; save "
             "it with 8 or 16 bits"
         )
-    ImageOps.exif_transpose(image, in_place=True)
+    with suppress(Exception):  # Pillow raises many kinds; damaged EXIF names no orientation
+        ImageOps.exif_transpose(image, in_place=True)
     is_wide = image.mode in WIDE
     if not is_wide and not image.has_transparency_data:
         return image if image.mode == "RGB" else image.convert("RGB")
@@ -247,7 +256,9 @@ def _opened(data: bytes, max_pixels: int) -> Iterator[Any]:
     except InvalidImage:
         raise
     except Image.DecompressionBombError as error:
-        raise InvalidImage(f"the image has too many pixels; the limit is {max_pixels}") from error
+        raise InvalidImage(
+            f"the image has too many pixels; the limit is {max_pixels}: resize it"
+        ) from error
     except Image.UnidentifiedImageError as error:
         raise InvalidImage(f"{_shown(data)} is not an image; expected {READABLE}") from error
     except Exception as error:  # Pillow raises a dozen classes of errors for damaged files

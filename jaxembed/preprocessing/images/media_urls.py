@@ -257,9 +257,11 @@ class AllowedHosts:
         if not named_ports:
             raise MediaUrlError(source, f"its host is not one of those that {URLS_FLAG} allows")
         if url.port not in {p for port in named_ports for p in ([port] if port else self._ports)}:
-            usual = " or ".join(map(str, self._ports))
+            usual = " and ".join(map(str, self._ports))
             raise MediaUrlError(
-                source, f"its port is not {usual}, nor one that {URLS_FLAG} allows for its host"
+                source,
+                f"its port is not allowed: {URLS_FLAG} allows, for each host, ports {usual}, or "
+                "instead the one that it names after the host",
             )
 
 

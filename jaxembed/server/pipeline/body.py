@@ -142,15 +142,19 @@ class ImageUrl(msgspec.Struct):
     detail: Any = None
 
 
-class ContentItem(msgspec.Struct, gc=False):
-    """A part of an input or a message: a text, or an image as a URL or in base64. Raises ValueError
-    if the field that its `type` needs is missing or empty, and for the type "image", which is not
-    supported."""
+class ContentItem(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    """A part of an input or a message: a text, or an image as a URL or in base64. `detail`, `uuid`
+    and `cache_control` have no effect; other fields are refused, because they may hold what the
+    client takes for a part. Raises ValueError if the field that its `type` needs is missing or
+    empty, and for the type "image", which is not supported."""
 
     type: Literal["text", "image_url", "image_base64", "input_image", "image"]
     text: str | None = None
     image_url: str | ImageUrl | None = None
     image_base64: str | None = None
+    detail: Any = None
+    uuid: Any = None
+    cache_control: Any = None
 
     def __post_init__(self) -> None:
         if self.type == "image":
@@ -189,8 +193,9 @@ class PartsInput(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     content: list[ContentItem]
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.content) <= MAX_CONTENT:
-            raise ValueError(too_many_parts(len(self.content)) if self.content else NO_PARTS)
+        if not self.content:
+            raise ValueError(NO_PARTS)
+        check_parts(self.content)
         if all(part.type == "text" for part in self.content):
             text = "\n".join(part.text or "" for part in self.content)
             self.content = [ContentItem("text", text)]
@@ -199,6 +204,12 @@ class PartsInput(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     def source(self) -> Source:
         """The joined texts, the image, or all parts."""
         return joined_parts([part.source for part in self.content], ".content")
+
+
+def check_parts(parts: object) -> None:
+    """Raise ValueError for a list of too many parts."""
+    if isinstance(parts, list) and len(parts) > MAX_CONTENT:
+        raise ValueError(too_many_parts(len(parts)))
 
 
 def joined_parts(parts: Sequence[str | ImageSource], place: str = "") -> Source:
@@ -289,9 +300,11 @@ async def _read(item: ImageSource, reservation: Reservation) -> Image:
             return Image(read(text, MAX_IMAGE_BYTES))
         return Image(await asyncio.to_thread(read, text, MAX_IMAGE_BYTES))
     fetcher = current_service().fetcher
-    if fetcher is None:
+    if fetcher is None or "://" not in text[:16]:
         raise MediaUrlError(
-            excerpt(text), "expected a data URI; to allow URLs, set --allow-media-urls HOST"
+            excerpt(text),
+            "expected a data URI, data:image/png;base64, and then the base64; to allow URLs of "
+            "http or https, set --allow-media-urls HOST",
         )
     await reservation.make_room(MAX_IMAGE_BYTES)
     reservation.charge(MAX_IMAGE_BYTES)  # the maximum, until the size is known
@@ -448,9 +461,9 @@ def read_inputs(
     """Convert the value of the body's `field` to inputs.
 
     The value is one text, one sequence of token ids (`[1, 2, 3]`), an object with a text or an
-    image, or a list of such inputs. With `are_images` a text is the URL of an image. Raises
-    EmptyInput, BadField if a list mixes token ids with other items, BatchTooLarge and
-    RequestTooLarge.
+    image, or a list of such inputs. With `are_images` a text is the URL of an image, and token ids
+    are refused. Raises EmptyInput, BadField if a list mixes token ids with other items,
+    BatchTooLarge and RequestTooLarge.
     """
     method: Method = "batch"
     if isinstance(raw, str | TypedInput):
@@ -465,6 +478,8 @@ def read_inputs(
                 got = {str: "str", **objects}.get(type(item), "array")
                 raise mixed_items_error(field, i, "a token id like the items before it", got)
         ids = cast(Sequence[int], raw)
+        if are_images:
+            raise BadField(f"Expected an image, got token ids - at `$.{field}`", field=field)
         return RequestInputs("single", len(ids), field, [Tokens(ids)])
     else:
         check_batch(len(raw))
@@ -478,6 +493,9 @@ def read_inputs(
             source = item.source
         if are_images and isinstance(source, str):
             source = ImageSource(source)
+        elif are_images and not isinstance(source, ImageSource | PartsSource):
+            place = f"{field}[{i}]"
+            raise BadField(f"Expected an image, got token ids - at `$.{place}`", field=place)
         if not (source.text if isinstance(source, ImageSource) else source):
             raise EmptyInput(field, None if method == "single" else i)
         if isinstance(source, ImageSource | PartsSource):

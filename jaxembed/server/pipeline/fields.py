@@ -62,6 +62,7 @@ class Unserved:
 
 
 _TEXTS = Unserved("this route accepts only texts", ("text",))
+_WHERE = Unserved("where a route takes images, they belong into the field of its inputs")
 _CHUNKS = "only /v1/embeddings and /embeddings support chunks"
 _FLOAT = Unserved("only routes that return vectors accept it", ("float", ["float"]))
 _RIGHT = Unserved("texts are truncated on the right", ("right", "Right"))
@@ -82,7 +83,8 @@ class RefusedFields(msgspec.Struct, kw_only=True):
     InvalidInput if one does. A route that serves a field declares it again in its subclass."""
 
     modality: Annotated[Any, _TEXTS] = None
-    images: Annotated[Any, _TEXTS] = None
+    image: Annotated[Any, _WHERE] = None
+    images: Annotated[Any, _WHERE] = None
     messages: Annotated[Any, _TEXTS] = None
     late_chunking: Annotated[Any, Unserved(_CHUNKS, (False,))] = None
     chunks: Annotated[Any, Unserved(_CHUNKS)] = None

@@ -37,6 +37,7 @@ from jaxembed.server.pipeline.body import (
     as_input,
     characters_of,
     check_batch,
+    check_parts,
     check_value_list,
     joined_parts,
     priority_of,
@@ -64,11 +65,16 @@ blueprint: Any = Blueprint("openai", __name__)
 ChunkLists = list[list[int | list[int]]]  # pairs for one text, or a list of pairs for each text
 
 
-class Message(msgspec.Struct):
-    """A message of a chat. Its content is a text or a list of parts."""
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    """A message of a chat. Its content is a text or a list of parts; `name` has no effect. Raises
+    ValueError for too many parts."""
 
     role: str
     content: str | list[ContentItem]
+    name: Any = None
+
+    def __post_init__(self) -> None:
+        check_parts(self.content)
 
 
 class ChunksRequest(FormattedRequest, kw_only=True):
@@ -130,6 +136,11 @@ class EmbeddingsRequest(ChunksRequest, kw_only=True):
         if self.modality not in (None, "text", "image"):
             raise InvalidInput(
                 f"`modality` of {self.modality!r} is not supported; send text or image",
+                field="modality",
+            )
+        if self.messages and self.modality == "image":
+            raise InvalidInput(
+                "`modality` of image is for `input`; the parts of `messages` have types",
                 field="modality",
             )
         if self.input is not msgspec.UNSET and self.messages:

@@ -37,6 +37,7 @@ from jaxembed.server.pipeline.body import (
     ContentItem,
     Source,
     TextOrImage,
+    check_parts,
     joined_parts,
     priority_of,
     read_body_as,
@@ -61,11 +62,19 @@ class Prediction(msgspec.Struct):
 class Document(TextOrImage, omit_defaults=True):
     """A query or a document as an object: a text, an image as a URL, a data URI or base64, or both,
     or a list of parts in `content` (vLLM). Other fields of the object are ignored, and are not in
-    the response. Raises ValueError for an object with none of them."""
+    the response, but those that other APIs give to images are refused. Raises ValueError for an
+    object with none of them, and for too many parts."""
 
     content: list[ContentItem] | None = None
+    images: Any = None
+    image_url: Any = None
+    image_base64: Any = None
 
     def __post_init__(self) -> None:
+        others = ("images", "image_url", "image_base64")
+        if wrong := [name for name in others if getattr(self, name) is not None]:
+            raise ValueError(f"Expected an image in `image`, or parts in `content`, not {wrong[0]}")
+        check_parts(self.content)
         if self.content is None:
             super().__post_init__()
         elif not self.content or self.text is not None or self.image is not None:

@@ -261,6 +261,19 @@ async def embed_all() -> Response:
         return with_kind(response, intent)
 
 
+def _place_of_sentence(index: int) -> str:
+    """Return the path of a sentence, of which the source sentence is the first."""
+    return f"inputs.sentences[{index - 1}]" if index else "inputs.source_sentence"
+
+
+class Sentences(RequestInputs, frozen=True):
+    """The sentences of a body of /similarity: the source sentence, and then the others."""
+
+    def place(self, index: int, part: int | None = None) -> str:
+        """Return the path of a sentence."""
+        return _place_of_sentence(index)
+
+
 @blueprint.post("/similarity")
 async def similarities() -> Response:
     """Answer with the similarity of the source sentence to each other sentence."""
@@ -278,7 +291,10 @@ async def similarities() -> Response:
         if not texts.sentences:
             raise NoInputs("inputs.sentences")
         # As in TEI, the source sentence counts towards the limit on the batch size.
-        inputs = read_inputs([texts.source_sentence, *texts.sentences], field="inputs")
+        listed = [texts.source_sentence, *texts.sentences]
+        if "" in listed:
+            raise EmptyInput(_place_of_sentence(listed.index("")))
+        inputs = Sentences(*msgspec.structs.astuple(read_inputs(listed, field="inputs")))
         answer, scores = await compare_texts(meter, inputs, options)
         encoded = orjson.dumps(scores, option=orjson.OPT_SERIALIZE_NUMPY)
         return meter.stamp(json_response(encoded), answer)
