@@ -155,6 +155,13 @@ def test_what_is_wrong_is_named(clip, body, words):
     assert words in post(clip, body, status=400)["error"]["message"]
 
 
+@pytest.mark.parametrize("size", [1, 40_000])  # decoded at once, and in slices
+def test_an_unknown_field_of_an_input_is_refused_with_those_there_are(clip, size):
+    refused = post(clip, {"inputs": ["a" * size, {"image": BARE[0]}, "b" * size]}, "/embed", 422)
+    wanted = "unknown field `image` - at `$.inputs[1]`; its fields are `type`, `value`, `url`"
+    assert wanted in refused["error"]
+
+
 def test_a_model_of_texts_refuses_images_by_name_and_fetches_nothing(embedder):
     for image in (BARE[0], "http://example.com/a.png"):
         body = {"input": [{"image": image}]}

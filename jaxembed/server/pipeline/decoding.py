@@ -325,16 +325,21 @@ def _refusal(
     if message.startswith(("Expected `int` <=", "Expected `int` >=")):
         with suppress(*_UNREADABLE):
             message += f", got {_shown_at(path, data)}"
-    # msgspec's errors for a value that is not listed, and for a value of another type
-    may_list_values = message.startswith(("Invalid enum value", "Expected"))
-    allowed_values = _literals_at(kind, path) if may_list_values else []
+    # msgspec's errors for a value that is not listed, for one of another type, and for a field
+    allowed = ""
+    if message.startswith(("Invalid enum value", "Expected")):
+        if values := [name for hint in _types_at(kind, path) for name in _literals(hint)]:
+            allowed = f"; wanted one of {', '.join(map(repr, values))}"
+    elif message.startswith("Object contains unknown field"):
+        structs = [_forms(hint).struct for hint in _types_at(kind, path)]
+        names = [f"`{field.name}`" for struct in structs if struct for field in fields(struct)]
+        allowed = f"; its fields are {', '.join(names)}"
     if first:  # msgspec counts from the start of the slice
         path = re.sub(r"^\[(\d+)\]", lambda index: f"[{first + int(index[1])}]", path)
     place += path
     if place == "$":
         return BadField(message)
     field = _field(place)
-    allowed = f"; wanted one of {', '.join(map(repr, allowed_values))}" if allowed_values else ""
     return BadField(f"{message} - at `{place}`{allowed}", field=field)
 
 
@@ -359,8 +364,8 @@ def _field(place: str) -> str:
     return place.removeprefix("$").removeprefix(".")
 
 
-def _literals_at(kind: Any, path: str) -> list[str]:
-    """Return all strings that are literal values at a path in values of the type `kind`."""
+def _types_at(kind: Any, path: str) -> list[Any]:
+    """Return the types that a value at a path in a value of the type `kind` may have."""
     hints = [kind]
     for key, _ in _STEP.findall(path):
         members = [member for hint in hints for member in _members(hint)]
@@ -369,7 +374,7 @@ def _literals_at(kind: Any, path: str) -> list[str]:
             hints = [get_type_hints(one).get(key) for one in structs]
         else:
             hints = [item for one in members if get_origin(one) is list for item in get_args(one)]
-    return [name for hint in hints for name in _literals(hint)]
+    return hints
 
 
 def _literals(hint: Any) -> list[str]:
