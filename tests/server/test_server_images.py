@@ -127,6 +127,7 @@ def test_messages_of_vllm(clip, vectors, content):
         (message("w1", {"role": "system", "content": [IMAGE]}), "must be one message"),
         (message([{"type": "text", "text": "w1"}, IMAGE]), "`messages[0].content`: "),
         (message([{"type": "video_url"}]), "video_url"),
+        (message([IMAGE | {"image_url": URIS[0][:60]}]), "`messages[0].content[0]`: "),
         (message([IMAGE | {"text": "w1"}]), "has `image_url` and `text`; send two parts"),
         (message([{"type": "text", "text": "w1", "image": BARE[0]}]), "unknown field `image`"),
         ({"messages": [{"role": "user", "content": "w1", "images": BARE}]}, "field `images`"),

@@ -76,10 +76,11 @@ DISCARD_S = 4.0  # longest pause of the client in a refused body; less than a cl
 
 class ImageSource(msgspec.Struct, frozen=True):
     """An image as the client sends it: `text` is a data URI or a URL, or with `bare` maybe plain
-    base64."""
+    base64. `place` is the path of the image in its input."""
 
     text: str
     bare: bool = False
+    place: str = ""
 
 
 class PartsSource(msgspec.Struct, frozen=True):
@@ -218,7 +219,7 @@ def joined_parts(parts: Sequence[str | ImageSource], place: str = "") -> Source:
     if ImageSource not in map(type, parts):
         return "\n".join(cast(Sequence[str], parts))
     if len(parts) == 1:
-        return parts[0]
+        return msgspec.structs.replace(cast(ImageSource, parts[0]), place=f"{place}[0]")
     return PartsSource(tuple(parts), tuple(f"{place}[{k}]" for k in range(len(parts))))
 
 
@@ -372,7 +373,9 @@ class RequestInputs(RequestSize, frozen=True):
     def place(self, index: int, part: int | None = None) -> str:
         """Return the path of an input, or of one of its parts, such as `inputs[3].content[1]`."""
         item, place = self.items[index], super().place(index)
-        if isinstance(item, PartsSource) and part is not None:
+        if isinstance(item, ImageSource):
+            place += item.place
+        elif isinstance(item, PartsSource) and part is not None:
             place += item.places[part]
         return place
 
