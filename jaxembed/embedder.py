@@ -599,8 +599,9 @@ def _listed(inputs: Any) -> list[Any]:
 
 
 def _content(item: Any, index: int | None) -> Content:
-    """Return a text unchanged, an image as an input, and Parts with such images. Raises
-    InvalidInput for any other item, InvalidImage, and OSError for a file that cannot be read."""
+    """Return a text unchanged, an image as an input, and Parts with such images, or the only one of
+    the Parts. Raises InvalidInput for any other item, InvalidImage, and OSError for a file that
+    cannot be read."""
     if isinstance(item, str):
         return item
     if isinstance(item, Parts):
@@ -609,7 +610,8 @@ def _content(item: Any, index: int | None) -> Content:
         if Parts in map(type, item.parts):
             message = "an input has Parts among its parts; expected texts and images"
             raise InvalidInput(message, index=index)
-        return Parts(tuple(_content(part, index) for part in item.parts))
+        parts = tuple(_content(part, index) for part in item.parts)
+        return Parts(parts) if len(parts) > 1 else parts[0]
     if item is None or isinstance(item, NO_IMAGES):
         message = f"an input is a {type(item).__name__}; expected a text or an image"
         raise InvalidInput(message, index=index)

@@ -118,7 +118,10 @@ def test_a_page_that_is_too_narrow_is_refused(model):
         model.encode([picture(0, 201, 1)])
 
 
-def test_several_parts_are_refused(model):
+def test_several_parts_are_refused_and_one_is_an_image_or_a_text(model):
+    image = picture(0, 56, 84)
+    got = model.encode([Parts((image,)), Parts(("a caption",))])
+    np.testing.assert_allclose(got, model.encode([image, "a caption"]), atol=2e-6)
     with pytest.raises(WrongParts, match="not several parts"):
         model.encode([Parts(("a caption", picture(0, 56, 84)))])
 
