@@ -610,8 +610,9 @@ def _content(item: Any, index: int | None) -> Content:
         if Parts in map(type, item.parts):
             message = "an input has Parts among its parts; expected texts and images"
             raise InvalidInput(message, index=index)
-        parts = tuple(_content(part, index) for part in item.parts)
-        return Parts(parts) if len(parts) > 1 else parts[0]
+        if len(item.parts) == 1:
+            return _content(item.parts[0], index)
+        return Parts(tuple(_content(part, index) for part in item.parts))
     if item is None or isinstance(item, NO_IMAGES):
         message = f"an input is a {type(item).__name__}; expected a text or an image"
         raise InvalidInput(message, index=index)
