@@ -144,7 +144,7 @@ class Program:
     quantize: Quantize | None = None  # what of the weights and activations is int8 on devices
     reads_images: bool = False  # whether the model takes images, alone or beside texts
     active_experts: int = 0  # routed experts that each token uses in a layer that has some
-    of_ends: frozenset[OutputName] = frozenset()  # that read the first or last token of a slot
+    of_ends: frozenset[OutputName] = frozenset()  # outputs of one token of a slot
 
     @property
     def products(self) -> list[tuple[int, ...]]:

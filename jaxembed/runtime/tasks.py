@@ -220,7 +220,6 @@ class Tasks:
         self._check_outputs(options, requested.dimensions_field)
         if with_images:
             self.check_images()
-            self._check_dtypes_of_images(options.output_dtype, requested)
             given = {"route": options.route}
             # a model of both in any role takes its prompts for the texts beside images
             if self._spec.image is None or self._spec.reads_pages:
@@ -235,7 +234,8 @@ class Tasks:
                         field=name,
                     )
         types: dict[EmbeddingDtype, np.ndarray | None] = {
-            name: self.ranges(options, name, requested.types_field) for name in requested.types
+            name: self.ranges(options, name, requested.types_field, of_images=with_images)
+            for name in requested.types
         }
         sent = words if options.prompt and not options.special_names else None
         # "": no named prompt
@@ -256,7 +256,7 @@ class Tasks:
         outputs: frozenset[OutputName] = frozenset(
             source if name == "sparse" else name for name in options.outputs
         )
-        ranges = self.ranges(options, options.output_dtype)
+        ranges = self.ranges(options, options.output_dtype, of_images=with_images)
         adapter_name = self._spec.adapter_names[adapter - 1] if adapter else None
         return Intent(
             options,
@@ -271,20 +271,6 @@ class Tasks:
             requested.dtype,
             types,
         )
-
-    def _check_dtypes_of_images(self, dtype: EmbeddingDtype, requested: RequestedOptions) -> None:
-        """Raise InvalidInput for a dtype whose calibration ranges are measured on texts: most
-        values of images lie outside."""
-        if "dense" not in self._spec.heads or self._spec.dense.range is not None:
-            return
-        asked = {"output_dtype": (dtype,), requested.types_field: requested.types}
-        for field, dtypes in asked.items():
-            for name in set(dtypes).intersection(NEEDS_RANGES):
-                raise InvalidInput(
-                    f"`{field}` of {name} is for texts: its calibration ranges are those of texts; "
-                    "vectors of images support float, float16, binary and ubinary",
-                    field=field,
-                )
 
     def _with_words(self, requested: RequestedOptions) -> tuple[EncodeOptions, str, bool]:
         """Return the options with the prompt that their instruction gives; the name of the field
@@ -522,13 +508,19 @@ class Tasks:
         )
 
     def ranges(
-        self, options: EncodeOptions, dtype: EmbeddingDtype, field: str = "output_dtype"
+        self,
+        options: EncodeOptions,
+        dtype: EmbeddingDtype,
+        field: str = "output_dtype",
+        *,
+        of_images: bool = False,
     ) -> np.ndarray | None:
         """Return the calibration ranges to quantize vectors to `dtype`, float32 `[2, dim]`; None if
         the dtype needs none.
 
-        Some models fix the range of all dimensions, and others need `jaxembed calibrate`. The
-        options describe the vectors, except that `dtype` replaces `options.output_dtype`.
+        Some models fix the range of all dimensions, and others need `jaxembed calibrate`, which
+        measures texts: most values of images lie outside. The options describe the vectors, except
+        that `dtype` replaces `options.output_dtype`, and `of_images` says if some are of images.
         Raises InvalidInput, which names the request field `field`, if no ranges are stored for such
         vectors.
         """
@@ -549,6 +541,8 @@ class Tasks:
             return np.repeat(np.array(limits, np.float32)[:, None], dimensions, axis=1)
         elif not (self._spec.dense.normalize if normalize is None else normalize):
             which = "normalised vectors (set `normalize`)"
+        elif of_images:
+            which = "vectors of texts"
         if which is not None:
             others = ", ".join(t for t in get_args(EmbeddingDtype) if t not in NEEDS_RANGES)
             raise InvalidInput(

@@ -198,6 +198,7 @@ def test_names_stand_for_files_in_order(tmp_path):
         (f"{folder}/e.pdf", r"e\.pdf: expected a file that ends in \.txt, \.jsonl, .*, or - "),
         (f"{folder}/*.csv", "there are no input files"),
         (f"{folder}/none.csv", "cannot read .*No such file"),
+        (f"{folder}/none/", "none/: there is no such folder"),
     ):
         with pytest.raises(ConfigError, match=words):
             names(given)

@@ -137,8 +137,11 @@ def test_messages_of_vllm(clip, vectors, content):
         ({"input": [1, 2], "modality": "image"}, "got token ids - at `$.input`"),
         ({"input": ["w1"], "image": BARE[0]}, "the field of its inputs"),
         ({"input": ["w1"], "images": BARE}, "the field of its inputs"),
-        ({"input": BARE, "modality": "image"}, "data:image/png;base64, and then"),
-        ({"input": [{"image": BARE[0]}], "output_dtype": "int8"}, "`output_dtype` of int8 is for"),
+        ({"input": BARE, "modality": "image"}, "a data URI such as data:image/png;base64,AAAA"),
+        (
+            {"input": [{"image": BARE[0]}], "output_dtype": "int8"},
+            "of int8 is only for vectors of texts",
+        ),
         ({"input": ["w1", {"image": URIS[0], "text": "w1"}]}, "`input[1]`: "),
         ({"input": [{"image": URIS[0], "text": ""}]}, "and neither empty"),
         ({"input": [{"image": ""}]}, "cannot be empty"),

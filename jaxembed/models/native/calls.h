@@ -56,7 +56,7 @@ static void bind_weight(const Bound* bound, const char* kernel, const char* scal
 enum { MLP_BLOCK = 128 };  // rows
 
 // The number of threads for products of so many rows with weights of so many elements: few are not
-// worth sharing. To read the weights takes as long as to multiply them with eight rows.
+// worth sharing. Fewer than eight rows count as eight, for then reading the weights takes the time.
 static int64_t threads_for(XLA_FFI_CallFrame* frame, int64_t rows, int64_t weights) {
   return (double)max64(rows, 8) * weights > 2e6 ? share_of_threads(frame) : 1;
 }

@@ -304,8 +304,8 @@ async def _read(item: ImageSource, reservation: Reservation) -> Image:
     if fetcher is None or "://" not in text[:16]:
         raise MediaUrlError(
             excerpt(text),
-            "expected a data URI, data:image/png;base64, and then the base64; to allow URLs of "
-            "http or https, set --allow-media-urls HOST",
+            "expected a data URI such as data:image/png;base64,AAAA; to allow URLs of http or "
+            "https, set --allow-media-urls HOST",
         )
     await reservation.make_room(MAX_IMAGE_BYTES)
     reservation.charge(MAX_IMAGE_BYTES)  # the maximum, until the size is known

@@ -62,7 +62,7 @@ class Unserved:
 
 
 _TEXTS = Unserved("this route accepts only texts", ("text",))
-_WHERE = Unserved("where a route takes images, they belong into the field of its inputs")
+_WHERE = Unserved("where a route takes images, they belong in the field of its inputs")
 _CHUNKS = "only /v1/embeddings and /embeddings support chunks"
 _FLOAT = Unserved("only routes that return vectors accept it", ("float", ["float"]))
 _RIGHT = Unserved("texts are truncated on the right", ("right", "Right"))
